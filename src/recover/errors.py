@@ -1,0 +1,73 @@
+"""What can go wrong, and who is to blame.
+
+A user's mistake raises `ValueError` (or `TypeError`, `RuntimeError` for calls at the wrong moment) and says what to
+change. What the world does to a run raises one of these; a training script never sees those marked *inside*, since the
+run recovers from them by itself::
+
+    RecoverError
+    |-- PeerLost            inside   a collective ended without a result: its output is garbage, its input untouched
+    |-- ViewChanged         inside   an exchange was overtaken by a newer view
+    |-- CoordinatorLost     inside   the connection to the coordinator broke; it is being renewed
+    |-- WireError           inside   a peer or a stranger sent what no member would send; its connection is dropped
+    |-- JoinRefused                  the coordinator did not let this rank in, and says why
+    |-- Evicted                      the others went on without this replica
+    |-- Stopped                      the run ended without finishing (nobody level is left, the launcher said so, ...)
+    |-- NotFinite                    NaN or inf in a gradient: step, microbatch and parameter
+    |-- LateGradient                 a gradient arrived after its bucket had left
+    |-- Diverged                     replicas that must be equal are not (invariant I5)
+    `-- FaultMissed                  a planned fault did not happen
+"""
+from __future__ import annotations
+
+
+class RecoverError(Exception):
+    """Base of everything that the world does to a run."""
+
+
+class PeerLost(RecoverError):
+    """A collective ended without a result; `peer` is the member to blame where that is known."""
+
+    def __init__(self, reason: str, peer: int | None = None) -> None:
+        super().__init__(reason if peer is None else f"peer {peer}: {reason}")
+        self.reason = reason
+        self.peer = peer
+
+
+class ViewChanged(RecoverError):
+    """An exchange was overtaken by a newer view."""
+
+
+class CoordinatorLost(RecoverError):
+    """The connection to the coordinator broke."""
+
+
+class WireError(RecoverError):
+    """Bytes that no member of this run would send."""
+
+
+class JoinRefused(RecoverError):
+    """The coordinator did not let this rank in."""
+
+
+class Evicted(RecoverError):
+    """The others went on without this replica."""
+
+
+class Stopped(RecoverError):
+    """The run ended without finishing."""
+
+
+class NotFinite(RecoverError):
+    """NaN or inf in a gradient."""
+
+
+class LateGradient(RecoverError):
+    """A gradient arrived after its bucket had left."""
+
+
+class Diverged(RecoverError):
+    """Replicas that must be equal are not (I5)."""
+
+
+class FaultMissed(RecoverError):
+    """A planned fault did not happen."""

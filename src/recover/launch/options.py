@@ -1,0 +1,114 @@
+"""What a launch is asked to do, and the environment that each rank gets from it."""
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from recover.config import Timeouts
+from recover.faults import FaultPlan
+
+MAX_RANKS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A launch. ValueError for what can't work, before anything is started."""
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    replicas: int
+    ranks_per_replica: int = 1
+    faults: Path | None = None
+    events: Path | None = None
+    failure_timeout: float = 5.0
+    threads_per_rank: int = 1
+    interface: str | None = None
+    listen: str = "127.0.0.1:0"         # where the coordinator accepts members; port 0: any free one
+    grace: float = 5.0                  # seconds between a polite end and SIGKILL
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    token_file: Path | None = None      # None: a fresh one for this run only
+
+    def __post_init__(self) -> None:
+        Timeouts(failure_timeout=self.failure_timeout)
+        if self.replicas < 1 or self.ranks_per_replica < 1 or self.replicas * self.ranks_per_replica > MAX_RANKS:
+            raise ValueError(f"--replicas and --ranks-per-replica must be at least 1, and at most {MAX_RANKS} ranks in "
+                             f"all, not {self.replicas} and {self.ranks_per_replica}")
+        if self.threads_per_rank < 1:
+            raise ValueError(f"--threads-per-rank must be at least 1, not {self.threads_per_rank}")
+        if not self.grace > 0:
+            raise ValueError(f"--grace must be more than 0 seconds, not {self.grace}")
+        if not self.script.is_file():
+            raise ValueError(f"there is no script {self.script}")
+        if self.token_file is not None and not self.token_file.is_file():
+            raise ValueError(f"there is no token file {self.token_file}")
+        if self.faults is not None:
+            FaultPlan.load(self.faults).check(self.replicas, self.ranks_per_replica)
+        host_and_port(self.listen)
+
+    @property
+    def plan(self) -> FaultPlan:
+        """The planned faults; none without a plan."""
+        return FaultPlan() if self.faults is None else FaultPlan.load(self.faults)
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What every rank runs."""
+        return (sys.executable, "-u", str(self.script), *self.arguments)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split "host:port" ("[::1]:0" for IPv6). ValueError says what is wrong."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"--listen must be HOST:PORT (port 0 for any free one), not {address!r}")
+    return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """What is known only once a run has begun."""
+
+    coordinator: str
+    token_file: Path
+    events: Path
+    master_ports: tuple[int, ...]       # per replica, for its own torch.distributed
+
+
+def rank_environment(options: Options, where: Where, replica: int, rank: int,
+                     base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of one rank: torchrun's variables, local to its replica, and ours."""
+    ranks, threads = options.ranks_per_replica, str(options.threads_per_rank)
+    environ = {key: value for key, value in base.items() if not key.startswith("RECOVER_")}
+    environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(where.master_ports[replica]),
+        # The same for all, however many replicas there are: one and two threads give different bits.
+        "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+        "RECOVER_COORDINATOR": where.coordinator, "RECOVER_REPLICA": str(replica),
+        "RECOVER_REPLICAS": str(options.replicas), "RECOVER_TOKEN_FILE": str(where.token_file),
+        "RECOVER_RUN_ID": options.run_id, "RECOVER_EVENTS": str(where.events),
+        "RECOVER_FAILURE_TIMEOUT": repr(options.failure_timeout),
+    }
+    if options.faults is not None:
+        environ["RECOVER_FAULTS"] = str(options.faults.absolute())
+    if options.interface is not None:
+        environ["RECOVER_INTERFACE"] = options.interface
+    return environ
+
+
+def free_ports(n: int) -> tuple[int, ...]:
+    """`n` different free ports on loopback, as good a guess as any: they are free when this returns."""
+    sockets = [socket.socket() for _ in range(n)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return tuple(one.getsockname()[1] for one in sockets)
+    finally:
+        for one in sockets:
+            one.close()

@@ -1,0 +1,372 @@
+"""Who may come in, who is lost, and who must be told what: the coordinator without sockets or clocks.
+
+Theory of operation
+-------------------
+`protocol.coordinator.Coordinator` decides about replicas. This decides about ranks and their connections, drives it,
+and carries out what it puts into its outbox.
+
+* A replica counts as joined, or as announced, when all its ranks have. It is lost as soon as one of its ranks is; the
+  others are told and their connections ended, for a replica is atomic.
+* A seat (replica, rank) belongs to one *life* of a process. The same life may come back over a new connection, which
+  replaces the old one without any loss. Another life is turned away while the seat's connection lives, though not for
+  good: the old one may be dead without anyone knowing yet.
+* Ranks that have seen a view announce it. Where the run went on without them (they were frozen, cut off, late), they
+  are told that they were dropped. The endpoints in a view tell its members from processes that only have their numbers.
+* While the view is being rebuilt (`holding`):
+  - whoever is named in the newest view announced but never got it, is given it now, and counts as having announced it
+    without having confirmed anything;
+  - a suspicion takes back the "confirmed" of whoever utters it: otherwise the view could be adopted as it is, and the
+    suspicion would be lost;
+  - nobody can finish; and if all members that are silent are known to have died, nobody is waited for.
+* Facts (B, seed, versions, ...) must be those of the first rank registered. Ranks that have seen a view precede those
+  that have not: a stranger that comes first after a restart can't shut the members out.
+* Late joiners are let in at once, by a view change.
+"""
+from __future__ import annotations
+
+import logging
+
+from recover import events
+from recover.membership import wire
+from recover.membership.seats import Connection, Replica, Seat, difference, missing
+from recover.protocol.coordinator import Announcement, Answered, Coordinator, Pushed, PushedPending
+from recover.protocol.messages import NO_VIEW, View, ViewId
+
+log = logging.getLogger("recover.membership")
+
+
+class Registrar:
+    """Ranks in and out of one run. `first` replicas of `ranks` ranks make the first view."""
+
+    def __init__(self, first: int, ranks: int, incarnation: int, sink: events.Log | None = None) -> None:
+        self.core = Coordinator(first, incarnation)
+        self.ranks = ranks
+        self.sink = sink or events.NullLog()
+        self.replicas: dict[int, Replica] = {}
+        self.where: dict[Connection, tuple[int, int]] = {}
+        self.asked: dict[int, Connection] = {}          # whose exchange of the present view is unanswered
+        self.departed: set[int] = set()                 # announced and lost while the view is being rebuilt
+        self.settled = False                            # there is a view
+
+    @property
+    def holding(self) -> bool:
+        """There is no view yet, or not again."""
+        return self.core.heard is not None
+
+    @property
+    def rebuilding(self) -> bool:
+        """Some member announced a view: the grace time runs."""
+        return bool(self.core.heard)
+
+    @property
+    def over(self) -> bool:
+        """All members of the view passed the last fence."""
+        return bool(self.core.view.members) and set(self.core.view.members) <= self.core.finished
+
+    def missing(self) -> tuple[str, ...]:
+        """Who is awaited, in words; empty when there is a view."""
+        if not self.holding:
+            return ()
+        awaited = self.core.silent() if self.rebuilding else set(range(self.core.first))
+        return missing(awaited, self.replicas, self.ranks)
+
+    # -- coming in --------------------------------------------------------------------------------------------------
+    def join(self, connection: Connection, identity: wire.Identity) -> None:
+        """A rank without a view asks to be let in."""
+        reason, final = self.objection(identity, member=False)
+        if self.over and not reason:
+            reason, final = "the run has finished", True
+        if reason:
+            return self.refuse(connection, identity, reason, final)
+        self.register(Seat(connection, identity, None))
+
+    def announce(self, connection: Connection, identity: wire.Identity, announcement: Announcement) -> None:
+        """A rank that has seen a view is back."""
+        view = announcement.view
+        if self.stale(view.id):
+            log.error("replica %d announces view %s, but this coordinator (incarnation %d) is not newer: start it with "
+                      "a higher incarnation, or end it if another has taken over",
+                      identity.replica, view.id, self.core.incarnation)
+            return self.refuse(connection, identity, "its view is as new as this coordinator", False)
+        if not self.holding and not self.seated(identity):
+            return self.turn_out(connection, "the others went on without this replica", seen=True)
+        if self.holding:
+            self.outrank(identity, view)
+        reason, final = self.objection(identity, member=True)
+        if reason:
+            return self.refuse(connection, identity, reason, final)
+        self.register(Seat(connection, identity, announcement))
+
+    def stale(self, view: ViewId) -> bool:
+        """This coordinator can't be newer than the view: another took over, or an incarnation was used twice."""
+        return view[0] >= self.core.incarnation if self.holding else view > self.core.view.id
+
+    def seated(self, identity: wire.Identity) -> bool:
+        """This life has this seat."""
+        replica = self.replicas.get(identity.replica)
+        seat = replica.seats.get(identity.rank) if replica else None
+        return seat is not None and seat.identity.life == identity.life
+
+    def outrank(self, identity: wire.Identity, view: View) -> None:
+        """While rebuilding, the newer view settles which of two processes is the replica."""
+        replica = self.replicas.get(identity.replica)
+        known = replica.known if replica else None
+        if replica and not replica.belongs(identity.replica, view) and (not known or known.id < view.id):
+            self.dismiss(identity.replica, "another process is this replica, in a newer view")
+
+    def objection(self, identity: wire.Identity, member: bool) -> tuple[str, bool]:
+        """Why the rank can't be let in ("": it can), and whether that is final."""
+        me = f"replica {identity.replica} rank {identity.rank}"
+        if identity.ranks != self.ranks or identity.rank >= self.ranks:
+            return f"{me} says that a replica has {identity.ranks} ranks; in this run it has {self.ranks}", True
+        differs = self.disagreement(identity, member)
+        if differs:
+            return differs, True
+        replica = self.replicas.get(identity.replica)
+        if replica and replica.finished:
+            return f"replica {identity.replica} is just finishing", False
+        seat = replica.seats.get(identity.rank) if replica else None
+        if seat and seat.identity.life != identity.life:
+            return f"{me} is taken: another live process has this position", False
+        return "", False
+
+    def disagreement(self, identity: wire.Identity, member: bool) -> str:
+        """The first fact in which the rank differs from the run; "" if none."""
+        seats = [(number, seat) for number, replica in self.replicas.items() for seat in replica.seats.values()]
+        members = [seat for number, seat in seats if seat.announcement or number in self.core.view.members]
+        before = members or ([] if member else [seat for _, seat in seats])
+        return difference(identity, before[0].identity) if before else ""
+
+    def register(self, seat: Seat) -> None:
+        """Give the rank its seat; the same life's former connection is replaced."""
+        identity, connection = seat.identity, seat.connection
+        replica = self.replicas.setdefault(identity.replica, Replica(self.ranks))
+        old = replica.seats.get(identity.rank)
+        if old and old.connection is not connection:
+            self.forget(old.connection)
+        replica.seats[identity.rank] = seat
+        self.where[connection] = identity.replica, identity.rank
+        self.departed.discard(identity.replica)
+        connection.send(wire.Welcome(self.core.incarnation))
+        if old and not self.holding:
+            self.renew(identity.replica, replica, seat)
+        elif replica.complete:
+            self.arrived(identity.replica, replica)
+        self.deliver()
+
+    def renew(self, member: int, replica: Replica, seat: Seat) -> None:
+        """A rank is back over another connection: give it what it may have missed."""
+        known = seat.announcement.view.id if seat.announcement else NO_VIEW
+        if replica.belongs(member, self.core.view) and known < self.core.view.id:
+            seat.connection.send(wire.NewView(self.core.view))
+        pending = self.core.pending
+        if pending and replica.belongs(member, pending.view):
+            seat.connection.send(wire.NewPending(pending))
+
+    def arrived(self, member: int, replica: Replica) -> None:
+        """All ranks of a replica are here."""
+        if replica.known is None:
+            log.info("replica %d joined", member)
+            self.core.joined(member, replica.endpoints)
+            if not self.holding:
+                self.core.admit()
+        if self.holding:
+            self.reconsider()
+
+    # -- rebuilding -------------------------------------------------------------------------------------------------
+    def newest(self) -> View | None:
+        """The newest view that a whole replica announced."""
+        views = [replica.known for replica in self.replicas.values() if replica.complete and replica.known]
+        return max(views, key=lambda view: view.id) if views else None
+
+    def reconsider(self) -> None:
+        """While holding: who is a member of the newest view announced, and what does each say of it?"""
+        newest = self.newest()
+        if newest is None:
+            return
+        here = [(number, replica) for number, replica in self.replicas.items() if replica.complete]
+        reference = next(seat for _, r in here for seat in r.seats.values() if seat.announcement)
+        for number, replica in here:
+            differs = "" if replica.known else self.first_difference(replica, reference)
+            impostor = replica.known and number in newest.members and not replica.belongs(number, newest)
+            if differs or impostor:
+                self.dismiss(number, differs or "another process is this replica, in a newer view")
+        members = [(n, r) for n, r in here if self.replicas.get(n) is r and r.belongs(n, newest)]
+        for number, replica in members:
+            self.bring_up(number, replica, newest)
+        for number, replica in members:
+            self.core.announced(number, replica.announcement(newest))
+
+    def first_difference(self, replica: Replica, reference: Seat) -> str:
+        return next(filter(None, (difference(s.identity, reference.identity) for s in replica.seats.values())), "")
+
+    def bring_up(self, number: int, replica: Replica, newest: View) -> None:
+        """Give the newest view to those of its ranks that never got it."""
+        if replica.known is None:
+            self.core.lost(number)                      # it waits no longer as a joiner
+        for seat in replica.seats.values():
+            if seat.announcement is None or seat.announcement.view.id < newest.id:
+                seat.announcement = Announcement(newest, False)
+                seat.connection.send(wire.NewView(newest))
+
+    def grace_over(self) -> None:
+        """Members had their time to announce themselves."""
+        self.core.rebuild()
+        self.deliver()
+
+    def rebuilt(self) -> None:
+        """There is a view (again): turn out whoever has seen one but is not in it, and let joiners in."""
+        self.departed.clear()
+        view = self.core.view
+        for number, replica in list(self.replicas.items()):
+            if replica.known and not (replica.complete and replica.belongs(number, view)):
+                self.dismiss(number, f"the others went on without this replica, in view {view.id}")
+        for number in view.members:
+            if number not in self.replicas:
+                self.core.lost(number)
+        self.core.admit()
+
+    # -- going ------------------------------------------------------------------------------------------------------
+    def gone(self, connection: Connection, cause: events.Cause, evidence: str) -> None:
+        """A connection ended, fell silent or does not take what it is sent."""
+        place = self.where.get(connection)
+        if place is None:
+            return
+        member, rank = place
+        replica = self.replicas[member]
+        if replica.finished:
+            self.forget(connection)
+            del replica.seats[rank]
+            if not replica.seats:
+                del self.replicas[member]
+            return
+        self.lose(member, rank, cause, evidence)
+
+    def lose(self, member: int, rank: int, cause: events.Cause, evidence: str) -> None:
+        replica, view = self.replicas[member], self.core.view
+        inside = not self.holding and replica.belongs(member, view)
+        planned = cause == "leave"
+        log.log(logging.INFO if planned else logging.WARNING, "lost replica %d rank %d%s: %s, %s", member, rank,
+                f" of view {view.id}" if inside else "", cause, evidence)
+        if inside or replica.known:
+            self.sink.emit(events.REPLICA_LOST, severity="INFO" if planned else "WARN", view=view.id, lost=member,
+                           cause=cause, noticed_by="coordinator", evidence=evidence, position=rank)
+        if self.holding and replica.known:
+            self.departed.add(member)
+        self.dismiss(member, f"rank {rank} of this replica was lost ({cause}: {evidence})", seen=inside)
+        if self.holding:
+            self.lost_while_holding()
+        self.deliver()
+
+    def lost_while_holding(self) -> None:
+        silent = self.core.silent()
+        if self.rebuilding and silent <= self.departed:
+            self.core.rebuild()
+        elif self.core.may_form():                      # the one that hindered it is gone
+            member, endpoints = next(iter(self.core.waiting.items()))
+            self.core.joined(member, endpoints)
+
+    def dismiss(self, member: int, reason: str, seen: bool = False) -> None:
+        """A whole replica is out: end its connections. `seen`: it has seen a view."""
+        replica = self.replicas.pop(member)
+        self.asked.pop(member, None)
+        self.core.lost(member)
+        for seat in replica.seats.values():
+            self.where.pop(seat.connection, None)
+            self.turn_out(seat.connection, reason, seen or replica.known is not None)
+
+    def turn_out(self, connection: Connection, reason: str, seen: bool) -> None:
+        """Whoever has seen a view was dropped; whoever has not is refused."""
+        connection.send(wire.Dropped(self.core.view, reason) if seen else wire.Refused(reason, True))
+        connection.end()
+
+    def refuse(self, connection: Connection, identity: wire.Identity, reason: str, final: bool) -> None:
+        log.warning("refused replica %d rank %d: %s", identity.replica, identity.rank, reason)
+        connection.send(wire.Refused(reason, final))
+        connection.end()
+
+    def forget(self, connection: Connection) -> None:
+        self.where.pop(connection, None)
+        connection.end()
+
+    # -- what ranks say ---------------------------------------------------------------------------------------------
+    def exchange(self, connection: Connection, message: wire.Exchange) -> None:
+        """A replica's part of the exchange of a view."""
+        member, _ = self.where[connection]
+        self.asked[member] = connection
+        self.core.report(member, message.view, message.payload)
+        self.deliver()
+
+    def suspect(self, connection: Connection, message: wire.Suspect) -> None:
+        """A collective failed somewhere, though perhaps nobody died."""
+        if connection not in self.where:                # lost in the meantime: that made a new view
+            return
+        member, rank = self.where[connection]
+        log.info("replica %d rank %d suspects view %s: %s (peer %s)", member, rank, message.view, message.reason,
+                 message.peer)
+        seat = self.replicas[member].seats[rank]
+        if self.holding:
+            if seat.announcement:
+                seat.announcement = Announcement(seat.announcement.view, False)
+                self.reconsider()
+            return self.deliver()
+        if self.replicas[member].belongs(member, self.core.view):
+            self.core.suspect(message.view)
+        self.deliver()
+
+    def entered(self, connection: Connection, message: wire.Entered) -> None:
+        """A member has switched to the view announced with the fence."""
+        self.core.entered(message.view)
+        self.deliver()
+
+    def finish(self, connection: Connection) -> None:
+        """A replica passed the last fence. (While rebuilding that can't be granted: its end is then a loss.)"""
+        member, _ = self.where[connection]
+        replica = self.replicas[member]
+        if not self.holding and replica.belongs(member, self.core.view):
+            replica.finished = True
+            self.core.finish(member)
+            log.info("replica %d finished", member)
+
+    def leave(self, connection: Connection) -> None:
+        """A replica goes, as agreed."""
+        member, rank = self.where[connection]
+        self.lose(member, rank, "leave", "it said so")
+
+    # -- telling ----------------------------------------------------------------------------------------------------
+    def deliver(self) -> None:
+        """Carry out what the core decided, and what follows from it."""
+        while self.core.outbox or (not self.holding and not self.settled):
+            outbox, self.core.outbox = self.core.outbox, []
+            for output in outbox:
+                if isinstance(output, Pushed):
+                    self.push(output)
+                elif isinstance(output, PushedPending):
+                    self.broadcast(output.pending.view, wire.NewPending(output.pending))
+                else:
+                    self.answer(output)
+            if not self.holding and not self.settled:
+                self.settled = True
+                self.rebuilt()
+
+    def push(self, output: Pushed) -> None:
+        view = output.view
+        log.info("view %s: members %s", view.id, list(view.members))
+        self.asked.clear()
+        self.sink.emit(events.VIEW_NEW, view=view.id, members=view.members, gone=output.dropped)
+        self.broadcast(view, wire.NewView(view))
+
+    def broadcast(self, view: View, message: wire.Message) -> None:
+        """To all ranks of the view's members; encoded once."""
+        frame, kind = wire.encode(message), type(message).__name__
+        for member in view.members:
+            replica = self.replicas.get(member)
+            for seat in replica.seats.values() if replica else ():
+                seat.connection.write(frame, kind, 1)
+
+    def answer(self, output: Answered) -> None:
+        """To whoever asked; who asks again (its connection broke) is answered again."""
+        frames = b"".join(wire.encode(wire.Part(output.view, m, payload)) for m, payload in output.payloads.items())
+        asked, self.asked = self.asked, {}
+        for connection in asked.values():
+            connection.write(frames, "Part", len(output.payloads))

@@ -1,0 +1,214 @@
+"""The coordinator's server: connections, timers and counters around the registrar, in one asyncio loop.
+
+Theory of operation
+-------------------
+* A stranger is one whose handshake or first message is still to come. It has `Timeouts.handshake` for both, and there
+  are at most `MAX_STRANGERS` of them: a further one displaces the oldest, so that idle ones can't keep members out.
+* A rank's end of stream, an offence, or a full queue towards it (it does not read) ends it at once.
+* Silence is judged by a clock of this loop, and only when the loop itself ran on time. After a pause (the process was
+  stopped, the machine was busy) what has arrived meanwhile is read first, and judged a turn later.
+* A suspicion waits `SETTLE` before it makes a new view: the failure that caused it has most often ended a connection
+  here too, and one new view is cheaper than two. A suspicion of a view that has passed does nothing.
+* While a view is rebuilt, the grace time runs from the first announcement.
+* A failure-free step calls nothing here. Heartbeats are answered, so that ranks notice a coordinator that is gone.
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import sys
+from collections import Counter
+from pathlib import Path
+
+from recover.config import Timeouts
+from recover.errors import WireError
+from recover.membership import wire
+from recover.membership.connection import Connection
+from recover.membership.handshake import Greeter
+from recover.membership.registrar import Registrar
+
+log = logging.getLogger("recover.membership")
+
+MAX_STRANGERS = 256
+SETTLE = 0.003
+REPORT_MISSING = 5.0
+
+
+class Server:
+    """Serves one run. `token` and `run_id` are what its ranks must prove to share."""
+
+    def __init__(self, registrar: Registrar, timeouts: Timeouts, token: bytes, run_id: str) -> None:
+        self.registrar = registrar
+        self.timeouts = timeouts
+        self.received: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        self._token, self._run_id = token, run_id
+        self._strangers: dict[Connection, asyncio.TimerHandle] = {}
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._grace: asyncio.TimerHandle | None = None
+        self._begun = 0.0
+
+    # -- life -------------------------------------------------------------------------------------------------------
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port that was bound. OSError if that is not possible."""
+        loop = asyncio.get_running_loop()
+        self._begun = loop.time()
+        self._server = await loop.create_server(self._accept, host or None, port, backlog=1024, reuse_address=True)
+        self._watch = loop.create_task(self._keep_watch())
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Close everything. Ranks see their coordinator go, and keep training."""
+        assert self._server is not None, "stop() before start()"
+        assert self._watch is not None
+        self._server.close()
+        self._watch.cancel()
+        if self._grace:
+            self._grace.cancel()
+        for timer in self._strangers.values():
+            timer.cancel()
+        for connection in self._connections:
+            connection.abort()
+        self._connections.clear()
+        await asyncio.sleep(0)                          # aborted transports let go of their sockets
+
+    def _accept(self) -> Connection:
+        return Connection(self, Greeter(self._token, self._run_id), self.timeouts.handshake)
+
+    # -- strangers --------------------------------------------------------------------------------------------------
+    def opened(self, connection: Connection) -> None:
+        """A stranger connected."""
+        while len(self._strangers) >= MAX_STRANGERS:
+            self._turn_away(next(iter(self._strangers)), f"more than {MAX_STRANGERS} strangers at once")
+        self._connections.add(connection)
+        self._strangers[connection] = asyncio.get_running_loop().call_later(
+            self.timeouts.handshake, self._too_slow, connection)
+
+    def _too_slow(self, connection: Connection) -> None:
+        self._turn_away(connection, "did not say who it is in time" if connection.authenticated
+                        else f"no handshake within {self.timeouts.handshake:g} s")
+
+    def _turn_away(self, connection: Connection, reason: str) -> None:
+        log.warning("dropped a stranger at %s: %s", connection.address, reason)
+        self._known(connection)
+        connection.abort()
+
+    def _known(self, connection: Connection) -> None:
+        timer = self._strangers.pop(connection, None)
+        if timer:
+            timer.cancel()
+
+    # -- what connections report ------------------------------------------------------------------------------------
+    def heard(self, connection: Connection, message: wire.FromRank) -> None:
+        """One message of an authenticated connection."""
+        match message:
+            case wire.Heartbeat():
+                connection.send(wire.Heartbeat())
+            case wire.StatsRequest():
+                connection.send(self.stats())
+            case wire.Join() | wire.Announce() if connection in self.registrar.where:
+                raise WireError("joined twice")
+            case wire.Join():
+                self._known(connection)
+                self.registrar.join(connection, message.identity)
+            case wire.Announce():
+                self._known(connection)
+                self.registrar.announce(connection, message.identity, message.announcement)
+                self._time_grace()
+            case _ if connection not in self.registrar.where:
+                raise WireError(f"a {type(message).__name__} before it joined")
+            case wire.Exchange():
+                self.registrar.exchange(connection, message)
+            case wire.Suspect():
+                asyncio.get_running_loop().call_later(SETTLE, self.registrar.suspect, connection, message)
+            case wire.Entered():
+                self.registrar.entered(connection, message)
+            case wire.Finish():
+                self.registrar.finish(connection)
+            case wire.Leave():
+                self.registrar.leave(connection)
+
+    def offended(self, connection: Connection, error: WireError) -> None:
+        """Bytes that no member sends. A member that sends them is as good as dead."""
+        if connection in self._strangers:
+            return self._turn_away(connection, str(error))
+        connection.abort()
+        self.registrar.gone(connection, "eof", f"it sent garbage: {error}")
+
+    def stalled(self, connection: Connection) -> None:
+        """It does not read what it is sent."""
+        self._known(connection)
+        self.registrar.gone(connection, "stall", "it does not read what it is sent")
+
+    def closed(self, connection: Connection, error: Exception | None) -> None:
+        """End of stream, or a broken connection."""
+        if connection in self._strangers and not connection.authenticated:
+            log.info("a stranger at %s went away before it proved anything", connection.address)
+        self._known(connection)
+        self._connections.discard(connection)
+        self.registrar.gone(connection, "eof", str(error) if error else "its connection was closed")
+
+    # -- time -------------------------------------------------------------------------------------------------------
+    def _time_grace(self) -> None:
+        if self.registrar.rebuilding and self._grace is None:
+            self._arm_grace(self.timeouts.grace)
+
+    def _arm_grace(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._grace = loop.call_later(seconds, self._grace_over, loop.time() + seconds)
+
+    def _grace_over(self, due: float) -> None:
+        if self._late(due):                             # members may be waiting to be read
+            return self._arm_grace(self.timeouts.heartbeat)
+        self._grace = None
+        if self.registrar.rebuilding:
+            log.warning("not heard within the grace time: %s", ", ".join(self.registrar.missing()) or "nobody")
+            self.registrar.grace_over()
+
+    def _late(self, due: float) -> bool:
+        return asyncio.get_running_loop().time() - due > self.timeouts.heartbeat
+
+    async def _keep_watch(self) -> None:
+        """Judge silence, and say from time to time who is awaited."""
+        loop, tick = asyncio.get_running_loop(), self.timeouts.heartbeat / 2
+        said = loop.time()
+        while True:
+            due = loop.time() + tick
+            await asyncio.sleep(tick)
+            if self._late(due):
+                continue
+            self._judge_silence(loop.time() - self.timeouts.silence)
+            if loop.time() - said >= REPORT_MISSING:
+                said = loop.time()
+                self._say_missing()
+
+    def _judge_silence(self, since: float) -> None:
+        for connection in [c for c in self.registrar.where if isinstance(c, Connection) and c.last < since]:
+            if connection in self.registrar.where:      # a replica's other ranks go with the first
+                self.registrar.gone(connection, "heartbeat", f"nothing heard for {self.timeouts.silence:g} s")
+
+    def _say_missing(self) -> None:
+        missing = self.registrar.missing()
+        if missing:
+            log.info("waiting for %s", ", ".join(missing))
+
+    # -- figures ----------------------------------------------------------------------------------------------------
+    def stats(self) -> wire.Stats:
+        """What was said so far, by type of message, and who is in."""
+        view = self.registrar.core.view
+        return wire.Stats(received=dict(self.received), sent=dict(self.sent), resident=resident(),
+                          incarnation=self.registrar.core.incarnation, view=view.id, members=view.members,
+                          missing=self.registrar.missing()[:100],
+                          seconds=asyncio.get_running_loop().time() - self._begun)
+
+
+def resident() -> int:
+    """Memory of this process in bytes (where /proc is missing: its peak)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,121 @@
+"""The decision of a recovery: a pure function of the reports, so that every survivor computes the same (DESIGN 3.2, 4).
+
+Rules, in the order in which `decide` applies them:
+
+1. Steps of survivors differ by at most one; `low` is the oldest, `high` the newest.
+2. The newest fence vector among the reports is in force for the steps after `high` (`reset`: whatever was planned or
+   reassigned for those is dropped). Members that are not level, or leave, get no quota; if every level member wants to
+   leave, it is the whole job that ends and nobody is granted.
+3. A bucket of step `low` that some survivor holds is forwarded. Survivors ahead (at `high`) hold every bucket of `low`.
+4. A bucket that nobody holds is redone from the survivors' local sums, after the lost microbatches of step `high`
+   (all of them minus what survivors owe) were shared out. Nothing is lost for a step whose buckets are all held.
+5. A spare (`Roles`) is promoted, and what its sums contain then counts, only if all of it is lost (`whole`); a spare
+   whose sums do not count is given no lost microbatches (`clean`).
+6. While the first parameters are not known to be everywhere, there is nothing to keep: step 0 is planned anew, and
+   whoever is in the view is a first member.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from recover.errors import Stopped
+from recover.protocol.messages import Bucket, Report, Vector
+from recover.workload.policy import Policy
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all replicas of a run agree on: `total` microbatches a step (B), `steps`, and who computes them."""
+
+    total: int
+    steps: int
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What every member does next. Members are named by their numbers, buckets by (position, index)."""
+
+    low: int
+    high: int
+    formed: bool
+    buckets: tuple[tuple[int, int], ...]            # per position: the newest layout, and how many it has
+    vector: Vector
+    leaving: frozenset[int]
+    holders: dict[Bucket, tuple[int, ...]]          # of step `low`; a bucket without one is redone
+    lost: frozenset[int]                            # microbatches of step `high` that nobody owed any more
+    promoted: frozenset[int]
+    extra: dict[int, tuple[int, ...]]               # member -> lost microbatches that it takes over
+
+    def redone(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket, holders in self.holders.items() if not holders)
+
+
+def decide(members: Sequence[int], reports: Mapping[int, Report], job: Job) -> Decision | None:
+    """None: nobody in the view was in the run (it ended before a joiner got in). Raises Stopped if nobody is level."""
+    formed = any(reports[m].formed for m in members)
+    old = {m: reports[m] for m in members if reports[m].step is not None and not (formed and reports[m].fresh)}
+    if not old:
+        return None
+    steps = [r.step for r in old.values() if r.step is not None]
+    low, high = min(steps), max(steps)
+    assert high - low <= 1, ("steps of survivors apart by more than one", low, high)
+    level = [m for m in members if reports[m].level or not formed]
+    if not level and low < job.steps:
+        raise Stopped(f"no member that holds the parameters is left at step {low}")
+    leaving = frozenset(m for m in level if reports[m].leaving)
+    if leaving == set(level):
+        leaving = frozenset()
+    vector = in_force(members, old, [m for m in level if m not in leaving])
+    buckets = [max(counts) for counts in zip(*(r.buckets for r in old.values()), strict=True)]     # the newest layout
+    holders = {(p, b): holding((p, b), old, low, high) for p, (_, count) in enumerate(buckets) for b in range(count)}
+    lost: frozenset[int] = frozenset()
+    promoted: frozenset[int] = frozenset()
+    extra: dict[int, tuple[int, ...]] = {}
+    if formed and high < job.steps and (high > low or not all(holders.values())):
+        lost, promoted, extra = share_out(old, high, vector, level, leaving, job)
+    return Decision(low, high, formed, tuple(buckets), vector, leaving, holders, lost, promoted, extra)
+
+
+def in_force(members: Sequence[int], old: Mapping[int, Report], willing: Sequence[int]) -> Vector:
+    """The newest fence vector known to anyone; members that it does not know count as average."""
+    vectors = [(step, sorted(vector.items())) for report in old.values() for step, vector in report.vectors.items()]
+    known = dict(max(vectors, default=(0, []))[1])
+    speeds = [speed for speed in known.values() if speed > 0]
+    average = sum(speeds) / len(speeds) if speeds else 1.0
+    return {m: (known.get(m, 0) or average) if m in willing else 0 for m in members}
+
+
+def holding(bucket: Bucket, old: Mapping[int, Report], low: int, high: int) -> tuple[int, ...]:
+    return tuple(m for m, r in old.items() if r.step == high > low or bucket in r.reduced)
+
+
+def share_out(old: Mapping[int, Report], high: int, vector: Vector, level: Sequence[int], leaving: frozenset[int],
+              job: Job) -> tuple[frozenset[int], frozenset[int], dict[int, tuple[int, ...]]]:
+    """Lost microbatches of step `high`, the spares promoted, and who takes over what."""
+    owed = Counter(i for r in old.values() for i in r.owes.get(high, ()))
+    assert max(owed.values(), default=1) == 1, ("I1: a microbatch is owed twice", high, owed)
+    lost = frozenset(range(job.total)) - owed.keys() if job.policy.constant else frozenset()
+    promoted, rest = set(), set(lost)
+    for m, r in sorted(old.items()):
+        shadow = r.shadow.get(high, frozenset())
+        if shadow and m not in leaving and promotable(shadow, rest):
+            promoted.add(m)
+            rest -= shadow
+    counting = [m for m, r in sorted(old.items()) if m in promoted or countable(r.shadow.get(high, frozenset()))]
+    able = [m for m in counting if vector[m]] or [m for m in counting if m in level]
+    done = {m: len(old[m].owes.get(high, ())) + (len(old[m].shadow.get(high, ())) if m in promoted else 0) for m in able}
+    extra = job.policy.share(sorted(rest), able, vector, done) if rest else {}
+    return lost, frozenset(promoted), extra
+
+
+def promotable(shadow: frozenset[int], lost: set[int]) -> bool:
+    """`whole`: a spare's sums can be counted only if everything in them is lost elsewhere."""
+    return shadow <= lost
+
+
+def countable(shadow: frozenset[int]) -> bool:
+    """`clean`: sums with shadow microbatches in them do not count, so nothing lost may be added to them."""
+    return not shadow

@@ -1,0 +1,1 @@
+"""Tables, pictures and live views from the events of a run, and the audit of its receipts."""

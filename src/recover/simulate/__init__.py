@@ -1,0 +1,1 @@
+"""Deterministic simulation: the protocol under seeded failure schedules."""

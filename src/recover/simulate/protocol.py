@@ -1,0 +1,175 @@
+"""`recover simulate protocol`: random failure schedules over the real protocol code (see `world` for what is checked).
+
+One seed is one schedule. `run(seed)` raises `Violation` (or an assertion of the protocol itself) for a broken invariant;
+`run_seeds` runs a range on all cores and names the seed that broke, with the command that replays it.
+"""
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from recover.protocol.coordinator import Coordinator
+from recover.protocol.messages import NO_VIEW
+from recover.protocol.position import Position
+from recover.simulate.actor import Actor
+from recover.simulate.world import World, check
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The classes that a simulation is made of; test doubles replace one to leave a rule out."""
+
+    position: type[Position] = Position
+    coordinator: type[Coordinator] = Coordinator
+    actor: type[Actor] = Actor
+    world: type[World] = World
+    verdict: bool = True                                    # whoever is not in the last view is ended
+
+
+@dataclass
+class Schedule:
+    """The scheduler of one simulated run."""
+
+    world: World
+    parts: Parts
+    actors: dict[tuple[int, int], Actor] = field(default_factory=dict)
+    running: dict[tuple[int, int], object] = field(default_factory=dict)
+
+    def start(self, m: int, joining: bool = False) -> None:
+        for p in range(self.world.positions):
+            actor = self.parts.actor(self.world, m, p, joining, self.parts.position)
+            self.actors[m, p], self.running[m, p] = actor, actor.run()
+
+    def end(self, m: int, p: int) -> None:
+        if self.running.pop((m, p), None):
+            self.actors.pop((m, p))
+            self.world.dead.add((m, p))
+            self.world.doomed.add(m)
+
+    def happens(self, what: str) -> bool:
+        world = self.world
+        if world.budget[what] and world.random.random() < world.rate:
+            world.budget[what] -= 1
+            return True
+        return False
+
+    def trouble(self) -> None:
+        """Kills, freezes, leaves, joins."""
+        world, rnd = self.world, self.world.random
+        sound = world.sound()
+        victims = sorted(a for a in self.running if a[0] in world.entry and (a[0] not in sound or len(sound) > 1))
+        if victims and self.happens("kill"):
+            self.end(*rnd.choice(victims))
+            sound = world.sound()
+        if len(sound) > 1 and self.happens("freeze"):
+            frozen = {rnd.choice(sorted(sound))}
+            world.frozen, world.fragile = world.frozen | frozen, world.fragile | frozen
+        elif len(sound) > 1 and self.happens("leave"):
+            told = rnd.choice(sorted(sound))
+            world.told.add(told)
+            for p in range(world.positions):
+                self.actors[told, p].position.leave_asked = True
+        if not world.finished and self.happens("join"):
+            self.start(max(world.entry.keys() | {m for m, _ in self.running} | world.doomed) + 1, joining=True)
+        world.frozen -= {m for m in sorted(world.frozen) if rnd.random() < .01}
+
+    def coordinate(self) -> None:
+        """The coordinator crashes, comes back, notices deaths, hears of those who want to leave."""
+        world, rnd = self.world, self.world.random
+        if world.up and self.all_know_a_view() and self.happens("crash"):
+            world.crash()
+        elif not world.up and rnd.random() < .02:
+            world.restart()
+        c = world.coordinator
+        if world.up and not world.rebuilding() and rnd.random() < .05:
+            for m in sorted(world.doomed | world.frozen):
+                if rnd.random() < (.8 if m in world.doomed else .2):
+                    c.lost(m)
+            for m in sorted((world.told - world.asked) & set(c.view.members)):
+                world.asked.add(m)
+                c.change()
+            world.deliver()
+        if world.up:
+            world.tick()
+
+    def all_know_a_view(self) -> bool:
+        """Else a run whose first members died while it formed can't form after a crash: a person starts it again."""
+        return all(self.actors[a].position.latest > NO_VIEW for a in self.running if a[1] == 0 and a[0] < self.world.size)
+
+    def clean_up(self) -> None:
+        """What is left of a broken replica is ended, some time; and whoever is not in the last view (`verdict`)."""
+        world = self.world
+        for m in sorted(world.doomed):
+            if world.random.random() < .03 and m not in world.finished:
+                for p in range(world.positions):
+                    self.end(m, p)
+        if world.final is not None and self.parts.verdict:
+            for a in [a for a in self.running if a[0] not in world.final]:
+                self.end(*a)
+
+    def advance(self) -> None:
+        ready = [a for a in self.running if a[0] not in self.world.frozen]
+        if ready:
+            actor = self.world.random.choice(ready)
+            if next(self.running[actor], "ended") == "ended":       # type: ignore[call-overload]
+                self.end(*actor)
+
+
+def run(seed: int, parts: Parts | None = None, positions: int | None = None) -> int:
+    """One schedule to its end; returns how many views it went through."""
+    parts = parts or Parts()
+    world = parts.world(seed, positions, parts.coordinator)
+    schedule = Schedule(world, parts)
+    for m in range(world.size):
+        schedule.start(m)
+    turns = 0
+    while any(m in world.entry for m, _ in schedule.running):
+        turns += 1
+        check(turns < 200_000, "I3: runs forever")
+        schedule.trouble()
+        schedule.coordinate()
+        schedule.clean_up()
+        schedule.advance()
+    verdict(world)
+    return len({key[0] for key in world.ops})
+
+
+def verdict(world: World) -> None:
+    """I2 and I3 over the whole run, for those who finished (a casualty may lawfully have committed other bits)."""
+    check(bool(world.finished & world.level), "I3: nobody finished")
+    roots = {root for m, root in world.parameters.items() if m in world.finished and root >= 0}
+    check(len(roots) <= 1, "I5: replicas start from different parameters", roots)
+    for cell, values in world.committed.items():
+        check(len({v for m, v in values.items() if m in world.finished}) <= 1, "I2: survivors differ", cell)
+    for m in world.finished:
+        for step in range(world.entry[m], world.last[m]):
+            missed = [(p, b) for p in range(world.positions) for b in range(world.count(step))
+                      if m not in world.committed.get((step, p, b), ())]
+            check(not missed, "I3: missed a step", m, step, missed)
+
+
+def attempt(seed: int, parts: Parts | None, positions: int | None) -> tuple[int, int, str]:
+    """(seed, views, what broke or '')."""
+    try:
+        return seed, run(seed, parts, positions), ""
+    except AssertionError as broken:
+        return seed, 0, f"{type(broken).__name__}: {broken}"
+
+
+def run_seeds(first: int, last: int, *, positions: int | None = None, parts: Parts | None = None, processes: int | None = None,
+              progress: Callable[[int], None] | None = None) -> tuple[Counter[int], tuple[int, str] | None]:
+    """Seeds [first, last): how many schedules had how many views, and the first seed that broke, with what it broke."""
+    views: Counter[int] = Counter()
+    work = partial(attempt, parts=parts, positions=positions)
+    with multiprocessing.get_context("fork").Pool(processes or os.cpu_count()) as pool:
+        for done, (seed, count, broken) in enumerate(pool.imap(work, range(first, last), chunksize=50), 1):
+            if broken:
+                return views, (seed, broken)
+            views[count] += 1
+            if progress:
+                progress(done)
+    return views, None

@@ -1,0 +1,1 @@
+"""The facade: a training script joins a run here."""

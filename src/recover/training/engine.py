@@ -1,0 +1,455 @@
+"""Answers the requests of a `Position` with torch and sockets: the training loop's side of the protocol.
+
+Theory of operation. The training thread pumps: `advance` sends the last answer into the position and handles whatever it
+asks for next, until it asks for something that only the script can do: begin a step, compute a microbatch, take the sums
+of a committed step. Everything is decided in `protocol/`; here it is carried out:
+
+* Two other threads take part, and neither decides anything. The member thread hears of new views and *revokes* the
+  group of the old one, so that whoever waits in a collective wakes up. The communication thread moves bytes, and
+  tells the coordinator of a failure at once (`suspect`).
+* Buckets are launched from hooks during the last backward. Each is launched *behind* the fence of the step before: the
+  communication thread starts it when that has passed, so hooks never wait and `reduced` is not overwritten too early.
+* `halt` is the handoff to recovery: revoke, join, and only then look which buckets are whole. After it nothing
+  reads `local` or writes `reduced`.
+"""
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+
+from recover import events
+from recover.collectives.contract import Backend, Group, Work
+from recover.config import Timeouts
+from recover.errors import CoordinatorLost, Evicted, JoinRefused, PeerLost, ViewChanged
+from recover.faults.injector import Injector
+from recover.gradients.buckets import Entry
+from recover.gradients.layout import Learned
+from recover.protocol import requests as ask
+from recover.protocol.coordinator import Announcement
+from recover.protocol.messages import NO_VIEW, Report, Speed, View
+from recover.protocol.position import Position
+from recover.training.managed import Managed
+from recover.training.numbers import Kind, number
+from recover.training.recovery import Publisher, Recovery
+from recover.training.sums import Sums, Whole
+
+log = logging.getLogger("recover.training")
+
+REPORTS = msgspec.msgpack.Decoder(Report)
+SPEEDS = msgspec.msgpack.Decoder(Speed)
+ENCODER = msgspec.msgpack.Encoder()
+
+
+def short_digest(text: str) -> bytes:
+    """8 bytes."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+class Engine:
+    """One rank's protocol under way. `member` is a `membership.Member` (or `Solo`)."""
+
+    def __init__(self, member: Any, backend: Backend, sums: Sums, managed: Managed, *, timeouts: Timeouts,
+                 injector: Injector, record: events.Log) -> None:
+        self.member, self.backend, self.sums, self.managed = member, backend, sums, managed
+        self.timeouts, self.injector, self.record = timeouts, injector, record
+        self.publisher = Publisher(record)
+        self.group: Group | None = None
+        self.works: dict[int, Work[None]] = {}              # sums of the step at hand, launched in the present view
+        self.whole: set[int] = set()                        # buckets of the step at hand that are whole here
+        self.fences: dict[int, Work[dict[int, bytes]]] = {}
+        self.lessons: Learned | None = None
+        self.recovery: Recovery | None = None
+        self.launching: ask.Compute | None = None
+        self.computed = 0                                   # microbatches of the step at hand, computed here
+        self.recomputed = 0
+        self.committed: Whole | None = None
+        self.needs_calibration = sums.store.reduction == "exact"     # before the first step only
+        self.moves: Iterator[Any] | None = None
+        self.answer: Any = None
+        member.on_view = self.on_view
+        member.announcement = self.announcement
+        self.handlers: dict[type, Callable[[Any], Any]] = {
+            ask.Agree: self.agree, ask.Relayout: self.relayout, ask.Form: self.form, ask.PostFence: self.post_fence,
+            ask.AwaitFence: self.await_fence, ask.Reduce: self.reduce, ask.Fenced: self.fenced, ask.Halt: self.halt,
+            ask.Exchange: self.exchange, ask.Reform: self.reform, ask.Confirm: self.confirm, ask.Forward: self.forward,
+            ask.Decided: self.decided, ask.Suspect: self.suspect}
+
+    def start(self, position: Position, count: int | None) -> None:
+        """`count`: the microbatches in every step; None if the policy lets the batch shrink."""
+        self.position, self.count = position, count
+        self.moves, self.answer = position.run(), None
+
+    # -- the pump ---------------------------------------------------------------------------------------------------
+    def advance(self) -> ask.Begin | ask.Compute | ask.Commit | None:
+        """The next thing that only the script can do; None when the run is over. Raises what ends a run."""
+        assert self.moves is not None
+        while True:
+            self.listen()
+            try:
+                request = self.moves.send(self.answer)      # type: ignore[attr-defined]
+            except StopIteration:
+                return None
+            self.answer = None
+            if isinstance(request, ask.Begin):
+                if not self.needs_calibration:
+                    self.sums.begin(request.step)
+                self.works, self.whole, self.computed, self.recomputed = {}, set(), 0, 0
+                return request
+            if isinstance(request, ask.Compute):
+                self.injector.at("compute", request.step, self.computed)
+                if request.recomputed:
+                    self.injector.at("recompute", request.step)
+                self.launching = request
+                self.since = time.monotonic()
+                return request
+            if isinstance(request, ask.Commit):
+                self.commit(request)
+                return request
+            self.answer = self.handlers[type(request)](request)
+
+    def listen(self) -> None:
+        """Hear from the coordinator. Raises Evicted."""
+        if self.member.evicted:
+            raise Evicted(f"the others went on without replica {self.position.me}; it contributes to nothing any more")
+        self.position.news(self.member.latest, self.member.pending)
+
+    def on_view(self, view: View) -> None:
+        """(Member thread.) A newer view: whatever waits in a collective of an older one must wake up."""
+        self.notice(None)
+        self.backend.abandon(view.id)
+        group = self.group
+        if group is not None and group.view < view.id:
+            group.revoke()
+
+    def on_loss(self, loss: PeerLost) -> None:
+        """(Communication thread.) Told to the coordinator at once, before anything is agreed on."""
+        self.notice(loss)
+        group = self.group
+        if group is not None and not self.finishing():
+            self.member.suspect(group.view, loss.reason, loss.peer)
+
+    def finishing(self) -> bool:
+        """At the finish line others close their connections; whoever still needs them finds out at its fence."""
+        return self.position.step == self.position.job.steps
+
+    def notice(self, loss: PeerLost | None) -> None:
+        """The first evidence of a failure starts the clock of a recovery."""
+        if self.position.view.id == NO_VIEW or self.finishing():
+            return
+        recovery = self.recovery
+        if recovery is None:
+            recovery = self.recovery = Recovery()
+        if recovery.evidence is None:
+            recovery.evidence = time.monotonic()
+        recovery.lost = recovery.lost or loss
+
+    def announcement(self) -> Announcement:
+        """(Member thread.) For a coordinator that came back: the newest view heard of, and whether we acted on it."""
+        position, latest = self.position, self.member.latest
+        if latest.id > position.view.id:
+            return Announcement(latest, False)
+        return Announcement(position.view, position.clean and not position.switch and not position.pending)
+
+    # -- the script's part ------------------------------------------------------------------------------------------
+    def calibrated(self, step: int) -> None:
+        """The exponents of `exact` are set: the first step begins, with empty sums."""
+        self.needs_calibration = False
+        self.sums.begin(step)
+
+    @contextmanager
+    def microbatch(self) -> Iterator[Entry]:
+        """Around the script's backward."""
+        request = self.launching
+        assert request is not None
+        wanted = frozenset(range(self.sums.count)) - self.whole
+        launch = (lambda b: self.launch(request.step, b, True)) if request.last else None
+        with self.sums.microbatch(request.index, self.position.me, launch, wanted) as entry:
+            yield entry
+        self.launching = None
+        self.computed += 1
+        self.recomputed += request.recomputed
+        took = time.monotonic() - self.since
+        if took > 0:
+            self.position.speed += 0.2 * (1 / took - self.position.speed) if self.position.speed else 1 / took
+        if self.recovery is not None and request.recomputed:
+            self.recovery.recomputed += 1
+            self.recovery.add("recompute", self.since)
+
+    def launch(self, step: int, b: int, counted: bool) -> None:
+        """Enqueue the sum of a bucket behind the fence of the step before. Any thread of autograd; never waits."""
+        held = self.injector.planned("reduce", step)
+        if b in self.works or b in self.whole or (held is not None and len(self.works) >= held):
+            return
+        assert self.group is not None
+        inputs = self.sums.inputs(b) if counted else self.sums.zeros(b)
+        self.works[b] = self.group.all_reduce(number(Kind.SUM, step, b), inputs, self.sums.outputs(b),
+                                              after=self.fences.get(step - 1))
+
+    def commit(self, request: ask.Commit) -> None:
+        """Every bucket is whole on every position: `.grad` becomes the step's gradient."""
+        since = time.monotonic()
+        self.committed = self.sums.commit(self.count)
+        if self.committed.gradient.learned is not None:
+            self.lessons = self.committed.gradient.learned
+        self.works, self.whole = {}, set()
+        recovery = self.recovery
+        if recovery is not None and recovery.views:
+            recovery.add("commit", since)
+            self.record.emit(events.RECOVERY, view=request.view, step=request.step,
+                             **msgspec.structs.asdict(recovery.event()))
+            self.recovery = None
+        self.injector.at("optimizer", request.step)
+
+    # -- handlers: a step -------------------------------------------------------------------------------------------
+    def agree(self, request: ask.Agree) -> list[Any]:
+        if request.kind == "complete" and self.position.step is not None:
+            self.injector.at("complete", self.position.step)
+        return [request.value]
+
+    def relayout(self, request: ask.Relayout) -> int:
+        if self.lessons is not None:
+            self.sums.store.adopt(self.lessons)
+            self.sums.store.release()
+        return self.sums.count
+
+    def form(self, request: ask.Form) -> bool:
+        """Compare the models, then take over the first parameters of `root`, out of place: a torn copy is never used."""
+        assert self.group is not None
+        try:
+            self.compare()
+            values = self.managed.first_values()
+            staged = [value.clone() for value in values]
+            self.group.broadcast(number(Kind.FORM, -1), staged, request.root).wait()
+        except PeerLost:
+            return False
+        if request.root != self.position.me:
+            with torch.no_grad():
+                for value, new in zip(values, staged, strict=True):
+                    value.copy_(new)
+        return True
+
+    def compare(self) -> None:
+        """Models must be alike. Raises ValueError that names the first difference, on every replica."""
+        assert self.group is not None
+        mine = [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
+        for start in range(0, max(1, len(mine)), 4096):
+            part = mine[start:start + 4096]
+            sums = b"".join(short_digest(text) for text in (*part, str(len(mine))))
+            given = self.group.gather(number(Kind.COMPARE, 0, start // 4096), sums).wait()
+            if len(set(given.values())) == 1:
+                continue
+            length = min(map(len, given.values())) // 8
+            differs = next((n for n in range(length) if len({g[8 * n:8 * n + 8] for g in given.values()}) > 1), length)
+            text = part[differs] if differs < len(part) else f"{len(mine)} parameters and buffers"
+            said = self.group.gather(number(Kind.COMPARE, 1, start // 4096), text.encode()[:4096]).wait()
+            texts = ", ".join(f"replica {m} has {t.decode(errors='replace')!r}" for m, t in sorted(said.items()))
+            raise ValueError(f"the replicas' models differ at parameter or buffer {start + differs}: {texts}")
+
+    def post_fence(self, request: ask.PostFence) -> None:
+        if request.step >= 0:
+            self.injector.at("fence", request.step)
+        assert self.group is not None
+        self.fences[request.step] = self.group.gather(number(Kind.FENCE, request.step), ENCODER.encode(request.says))
+
+    def await_fence(self, request: ask.AwaitFence) -> dict[int, Speed] | None:
+        try:
+            given = self.fences[request.step].wait()
+        except PeerLost as loss:
+            self.notice(loss)
+            return None
+        return {m: SPEEDS.decode(said) for m, said in given.items()}
+
+    def reduce(self, request: ask.Reduce) -> ask.Outcome:
+        """Wait for every bucket; in `exact`, then for the coarse parts of those that need them (the same on all)."""
+        since = time.monotonic()
+        if self.recovery is not None and self.recovery.views:
+            self.injector.at("redo", request.step)
+        for b in request.buckets:
+            self.launch(request.step, b, request.counted)
+        self.hold_back(request.step)
+        ok = self.wait_for(request.step, request.buckets, request.counted)
+        if self.recovery is not None and self.recovery.views:
+            self.recovery.add("redo", since)
+        return ask.Outcome(frozenset(self.whole), ok)
+
+    def hold_back(self, step: int) -> None:
+        """A planned fault at `reduce:k`: k buckets are reduced, the others were never launched here."""
+        planned = self.injector.planned("reduce", step)
+        if planned is None:
+            return
+        for b in sorted(self.works):
+            self.settle(step, b)
+        self.injector.at("reduce", step, planned)
+
+    def wait_for(self, step: int, buckets: tuple[int, ...], counted: bool) -> bool:
+        try:
+            for b in buckets:
+                self.launch(step, b, counted)               # what a fault held back
+                self.works[b].wait()
+            coarse = [(b, self.group.all_reduce(number(Kind.COARSE, step, b, level), given, taken))
+                      for b in buckets for level, (given, taken) in enumerate(self.sums.extra_levels(b))
+                      if self.group is not None]
+            for _, work in coarse:
+                work.wait()
+        except PeerLost as loss:
+            self.notice(loss)
+            return False
+        for b in buckets:
+            self.sums.fold(b)
+            self.whole.add(b)
+        return True
+
+    def settle(self, step: int, b: int) -> None:
+        try:
+            self.works[b].wait()
+        except PeerLost as loss:
+            self.notice(loss)
+
+    def fenced(self, request: ask.Fenced) -> None:
+        self.publisher.publish(request.step)
+        for past in [s for s in self.fences if s < request.step]:
+            del self.fences[past]
+
+    # -- handlers: recovery -----------------------------------------------------------------------------------------
+    def halt(self, request: ask.Halt) -> frozenset[int]:
+        """Revoke and join every operation of the view; what is whole now counts, what comes later does not."""
+        self.halted = time.monotonic()
+        if self.group is not None:
+            self.group.revoke()
+            self.group.join(self.timeouts.drain)
+        for b, work in self.works.items():
+            if b not in self.whole and self.succeeded(work) and not self.sums.extra_levels(b):
+                self.sums.fold(b)
+                self.whole.add(b)
+        self.works, self.fences = {}, {}
+        return frozenset(self.whole)
+
+    @staticmethod
+    def succeeded(work: Work[None]) -> bool:
+        try:
+            work.wait(0)
+        except (PeerLost, TimeoutError):
+            return False
+        return True
+
+    def exchange(self, request: ask.Exchange) -> ask.Answer:
+        """The same report in one view after another, until the members of one have all sent theirs."""
+        step = request.report.step
+        if step is not None and self.recovery is not None:
+            self.injector.at("exchange", step)
+        payload, since = ENCODER.encode(request.report), time.monotonic()
+        after = request.view
+        while True:
+            try:
+                view = self.await_view(after)
+                if self.recovery is not None:
+                    self.recovery.add("detect", since)
+                since = time.monotonic()
+                answers = self.member.exchange(view.id, payload, self.timeouts.coordinator)
+            except ViewChanged:
+                continue
+            except CoordinatorLost as lost:
+                log.warning("the coordinator is away, this recovery waits for it: %s", lost)
+                after = max(after, self.member.latest.id) if self.member.latest.id == NO_VIEW else after
+                continue
+            reports = {m: REPORTS.decode(part) for m, part in answers.items()}
+            if request.report.fresh and any(report.formed for report in reports.values()):
+                raise JoinRefused("this run is under way already; joining it later is not possible in this version")
+            if self.recovery is not None:
+                self.recovery.add("exchange", since)
+            return ask.Answer(view, reports)
+
+    def await_view(self, after: tuple[int, int]) -> View:
+        """A view newer than `after`; asks for one again now and then, since a suspicion may have been lost on the way."""
+        while True:
+            try:
+                return self.member.wait_view(after, self.timeouts.heartbeat * 2)    # type: ignore[no-any-return]
+            except TimeoutError:
+                if after > NO_VIEW:
+                    self.member.suspect(after, "no new view came", None)
+
+    def reform(self, request: ask.Reform) -> bool:
+        since = time.monotonic()
+        self.listen()
+        view, before = request.view, self.group.members if self.group is not None else ()
+        try:
+            group = self.backend.form(view, self.position.position, self.position.me, self.timeouts.connect)
+        except PeerLost as loss:
+            self.group = None
+            log.info("view %s could not be formed: %s", view.id, loss)
+            self.member.suspect(view.id, loss.reason, loss.peer)
+            return False
+        self.group = group
+        group.on_loss = self.on_loss
+        if self.member.latest.id > view.id:                 # pushed before the group was ours to revoke
+            group.revoke()
+        if self.recovery is not None:
+            self.recovery.views += 1
+            self.recovery.add("reform", since)
+        self.record.emit(events.VIEW_NEW, view=view.id, step=self.position.step, members=view.members,
+                         joined=tuple(m for m in view.members if m not in before),
+                         gone=tuple(m for m in before if m not in view.members))
+        return True
+
+    def confirm(self, request: ask.Confirm) -> bool:
+        since = time.monotonic()
+        if self.group is None:
+            return False
+        try:
+            self.group.gather(number(Kind.CONFIRM, 0), b"").wait()
+        except PeerLost as loss:
+            self.notice(loss)
+            return False
+        if self.recovery is not None:
+            self.recovery.add("exchange", since)
+        return True
+
+    def forward(self, request: ask.Forward) -> ask.Outcome:
+        """Whole buckets, from the first who holds one to those who lack it."""
+        assert self.group is not None
+        self.injector.at("forward", request.step)
+        since = time.monotonic()
+        for b, lacking in request.gives.items():
+            for m in lacking:
+                self.group.send(number(Kind.FORWARD, request.step, b), self.sums.outputs(b), m)
+        taken = {b: self.group.receive(number(Kind.FORWARD, request.step, b), self.sums.outputs(b), source)
+                 for b, source in request.takes.items()}
+        ok = True
+        for b, work in taken.items():
+            try:
+                work.wait()
+                self.whole.add(b)
+            except PeerLost as loss:
+                self.notice(loss)
+                ok = False
+        if self.recovery is not None:
+            self.recovery.add("redo", since)
+        return ask.Outcome(frozenset(self.whole), ok)
+
+    def decided(self, request: ask.Decided) -> None:
+        if self.recovery is not None:
+            self.recovery.lost_microbatches |= request.lost
+            self.recovery.forwarded += request.forwarded
+            self.recovery.redone += request.redone
+
+    def suspect(self, request: ask.Suspect) -> None:
+        loss = self.group.lost if self.group is not None else None
+        self.member.suspect(request.view, loss.reason if loss else "an operation failed", loss.peer if loss else None)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+    def close(self, finished: bool) -> None:
+        """Leave in order: whoever finished is no casualty."""
+        if finished:
+            self.member.finish()
+        else:
+            self.member.leave()
+        if self.group is not None:
+            self.group.close()
+        self.sums.store.close()

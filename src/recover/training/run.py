@@ -1,0 +1,374 @@
+"""`recover.join`: a training script's part in a run. See the interface in the README and `examples/train_gpt.py`.
+
+A run is joined at once, in the background; `run.manage` says what is trained; `run.steps` starts the protocol: the
+first members compare their models, take over the first replica's parameters, and go.
+"""
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import platform
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from recover import collectives, events
+from recover.config import Environment, Timeouts
+from recover.errors import Evicted, NotFinite, RecoverError
+from recover.faults.injector import injector_for
+from recover.gradients.buffers import BufferWatch
+from recover.gradients.buffers import Policy as BufferPolicy
+from recover.gradients.store import GradientStore, Reduction
+from recover.membership.member import Member
+from recover.protocol import requests as ask
+from recover.protocol.decision import Job
+from recover.protocol.messages import NO_VIEW
+from recover.protocol.position import Position
+from recover.training.engine import Engine
+from recover.training.loader import Loader
+from recover.training.managed import Managed
+from recover.training.metrics import Metrics
+from recover.training.sampling import MapDataset, Sampler, Samples, default_collate
+from recover.training.solo import Solo
+from recover.training.step import Step
+from recover.training.sums import Sums
+from recover.workload import Policy
+from recover.workload import policy as find_policy
+
+log = logging.getLogger("recover.training")
+
+NonFinite = Literal["raise", "skip", "keep"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the script asks for; all replicas must ask for the same."""
+
+    microbatches: int
+    seed: int
+    reduction: Reduction
+    policy: Policy
+    nonfinite: NonFinite
+    buffers: BufferPolicy
+    hash_every: int
+    bucket_bytes: int
+    first_bucket_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches (B, per step over all replicas) must be at least 1, not {self.microbatches}")
+        if self.nonfinite not in ("raise", "skip", "keep"):
+            raise ValueError(f'nonfinite must be "raise", "skip" or "keep", not {self.nonfinite!r}')
+        if self.hash_every < 0:
+            raise ValueError(f"hash_every must be 0 (never) or a number of steps, not {self.hash_every}")
+
+    def facts(self, backend: str) -> dict[str, str | int | float | bool]:
+        """What is compared at join, both values named when they differ."""
+        facts: dict[str, str | int | float | bool] = dict(
+            microbatches=self.microbatches, seed=self.seed, reduction=self.reduction, policy=repr(self.policy),
+            nonfinite=self.nonfinite, buffers=self.buffers, hash_every=self.hash_every, bucket_bytes=self.bucket_bytes,
+            first_bucket_bytes=self.first_bucket_bytes, torch=torch.__version__, backend=backend)
+        if self.reduction == "exact":                   # other kernels give other bits
+            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+            facts |= dict(threads=torch.get_num_threads(), processor=processor(), gpu=gpu,
+                          deterministic=torch.are_deterministic_algorithms_enabled())
+        return facts
+
+
+def processor() -> str:
+    """Model of the processor, as far as the machine tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", policy: str | Policy = "balanced",
+         backend: str = "tcp", nonfinite: NonFinite = "raise", buffers: BufferPolicy = "leader", hash_every: int = 0,
+         bucket_bytes: int = 25 << 20, first_bucket_bytes: int = 1 << 20) -> Run:
+    """Join the run that this process was started for; without `recover launch`, a run of one replica by itself.
+
+    microbatches: B, per step over all replicas. seed: of samples and of the random state per microbatch. reduction:
+    "fast", or "exact" (order-independent sums: the trajectory is the failure-free one bit for bit). policy: who computes
+    what (docs/policies.md). nonfinite: what a NaN or inf in the step's gradient does: "raise" NotFinite, "skip" the step
+    alike on all, or "keep" it (a gradient scaler deals with it). buffers: how buffers that forward writes are made equal:
+    as microbatch 0 left them ("leader"), or every microbatch's change summed ("sum") or averaged ("mean"). hash_every:
+    hash parameters and optimizer state after every n steps. bucket_bytes: of one reduction.
+
+    Raises ValueError for a mistake in these or in the environment. That the others ask for something else comes out as
+    JoinRefused from `run.steps`, with both values.
+    """
+    environment = Environment.read() if os.environ.get("RECOVER_COORDINATOR") else None
+    chosen = find_policy(policy, replicas=environment.replicas if environment else 1, microbatches=microbatches)
+    options = Options(microbatches, seed, reduction, chosen, nonfinite, buffers, hash_every, bucket_bytes, first_bucket_bytes)
+    if environment is not None and environment.world_size > 1:
+        raise ValueError(f"WORLD_SIZE={environment.world_size}: replicas of several ranks are not possible in this version")
+    return Run(options, environment, backend)
+
+
+def read_token(environment: Environment | None) -> bytes:
+    """The run's shared secret. Raises ValueError if there is none."""
+    if environment is None:
+        return secrets.token_bytes(32)                  # a run by itself
+    if environment.token_file is None:
+        raise ValueError("RECOVER_TOKEN_FILE is not set: it names a file with the secret that all ranks of a run share")
+    try:
+        return environment.token_file.read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"RECOVER_TOKEN_FILE can't be read: {error}") from None
+
+
+class Run:
+    """One rank's part in a run. Made by `join`."""
+
+    def __init__(self, options: Options, environment: Environment | None, backend: str) -> None:
+        self.options, self.environment = options, environment
+        self.timeouts = Timeouts(failure_timeout=float(os.environ.get("RECOVER_FAILURE_TIMEOUT", "5")))
+        self.replica = environment.replica if environment else 0
+        self.in_loop = False
+        self._loaders: list[Loader] = []
+        self._fault: Tensor | None = None
+        self._step: Step | None = None
+        self._started = self._ended = False
+        self._warned: set[str] = set()
+        self._unhashed: int | None = None
+        self._loss = float("nan")
+        token = read_token(environment)
+        run_id = environment.run_id if environment else f"solo-{os.getpid()}"
+        self.record = events.open_log(environment.events if environment else None, run_id, self.replica, 0)
+        self.record.emit(events.RUN_START, microbatches=options.microbatches, seed=options.seed, reduction=options.reduction,
+                         replicas=environment.replicas if environment else 1, ranks_per_replica=1, policy=options.policy.name)
+        self.backend = collectives.create(backend, run_id=run_id, token=token, timeouts=self.timeouts,
+                                          host=environment.interface if environment else "127.0.0.1",
+                                          toward=environment.coordinator.split(",")[0] if environment else None)
+        self.member: Any = Solo(self.backend.endpoint)
+        if environment is not None:
+            if environment.replicas > options.microbatches and environment.replica == 0:
+                warnings.warn(f"{environment.replicas} replicas share {options.microbatches} microbatches: some have nothing "
+                              "to compute", stacklevel=3)
+            self.member = Member(environment, self.timeouts, token, self.backend.endpoint, options.facts(backend))
+        self.injector = injector_for(environment, {"cut": self._cut}) if environment else None
+        atexit.register(self.close)
+
+    # -- what the script says ---------------------------------------------------------------------------------------
+    def manage(self, *objects: Any) -> None:
+        """The model (or models), optimizer(s), scheduler and whatever else has a state_dict: what the run keeps equal.
+
+        Raises ValueError for what can't be managed, RuntimeError if called twice or after the first step.
+        """
+        if self._started or hasattr(self, "managed"):
+            raise RuntimeError("run.manage is called once, before run.steps, with everything that is trained")
+        self.managed = Managed(objects)
+        options = self.options
+        store = GradientStore(self.managed.parameters(), microbatches=options.microbatches, reduction=options.reduction,
+                              bucket_bytes=options.bucket_bytes, first_bucket_bytes=options.first_bucket_bytes)
+        watch = BufferWatch(self.managed.named_buffers, options.buffers, microbatches=options.microbatches,
+                            exact=options.reduction == "exact")
+        self.sums = Sums(store, watch, Metrics(options.microbatches))
+        for optimizer in self.managed.optimizers:
+            optimizer.register_step_pre_hook(self._optimizer_steps)     # type: ignore[arg-type]
+
+    def data(self, dataset: MapDataset, batch_size: int, collate_fn: Callable[[list[Any]], Any] | None = None) -> Samples:
+        """`data[microbatch]`: its samples of a map-style dataset, collated; a pure function of the run's seed.
+
+        Raises ValueError if the dataset is shorter than one step.
+        """
+        return Samples(dataset, self._sampler(dataset, batch_size), collate_fn or default_collate)
+
+    def loader(self, dataset: MapDataset, batch_size: int, num_workers: int = 0,
+               collate_fn: Callable[[list[Any]], Any] | None = None) -> Loader:
+        """The same as `data`, made ahead of time by worker processes."""
+        loader = Loader(dataset, batch_size, num_workers, collate_fn, sampler=self._sampler(dataset, batch_size),
+                        plan=self._predict)
+        self._loaders.append(loader)
+        return loader
+
+    def _sampler(self, dataset: MapDataset, batch_size: int) -> Sampler:
+        return Sampler(len(dataset), self.options.seed, self.options.microbatches, batch_size)
+
+    def _predict(self, step: int) -> Sequence[int]:
+        """What this replica will probably compute in `step`: a guess for the loader's workers."""
+        if not self._started or step >= self.engine.position.job.steps:
+            return ()
+        position = self.engine.position
+        if step in position.owes:
+            return sorted(position.owes[step] | position.shadow.get(step, set()))
+        known = [s for s in position.vectors if s <= step]
+        if not known:
+            return ()
+        plan = self.options.policy.plan(position.vectors[max(known)], step, self.options.microbatches)
+        return plan.work.get(position.me, ()) or plan.shadow.get(position.me, ())
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+    def steps(self, count: int) -> Iterator[Step]:
+        """Steps 0 to `count` - 1. Raises JoinRefused, Evicted, Stopped, NotFinite, and RuntimeError for a wrong loop."""
+        if not hasattr(self, "managed"):
+            raise RuntimeError("call run.manage(model, optimizer) before run.steps")
+        if self._started:
+            raise RuntimeError("run.steps is called once")
+        if count < 0:
+            raise ValueError(f"a run has at least 0 steps, not {count}")
+        self._start(count)
+        try:
+            while True:
+                request = self.engine.advance()
+                if request is None:
+                    break
+                assert isinstance(request, ask.Begin), request
+                self._step = step = Step(self, request.step)
+                yield step
+                if not step.complete:
+                    raise RuntimeError(f"the loop over the microbatches of step {step.index} was left early: every microbatch "
+                                       "that `for microbatch in step` hands out must be computed")
+                self._updated(step)
+        except Evicted as evicted:
+            self._end("evicted", str(evicted))
+            raise
+        except (RecoverError, RuntimeError, ValueError, AssertionError) as failed:
+            self._end("failed", f"{type(failed).__name__}: {failed}")
+            raise
+        self._end("finished")
+
+    def _start(self, count: int) -> None:
+        self._started = True
+        injector = self.injector
+        if injector is None:
+            from recover.faults.injector import Injector
+            injector = Injector()
+        self.engine = Engine(self.member, self.backend, self.sums, self.managed, timeouts=self.timeouts, injector=injector,
+                             record=self.record)
+        job = Job(self.options.microbatches, count, self.options.policy)
+        position = Position(job, self.replica, 0, self.sums.count, first=True)
+        self.engine.start(position, self.options.microbatches if self.options.policy.constant else None)
+        self.member.start()
+        self.member.wait_view(NO_VIEW, self.timeouts.formation)
+        self.record.emit(events.RUN_JOINED, view=self.member.latest.id, members=self.member.latest.members)
+
+    def committed(self, step: Step, request: ask.Commit) -> None:
+        """(Step.) The sums are whole and in `.grad`."""
+        whole = self.engine.committed
+        assert whole is not None
+        step.loss, step.metrics, self._loss = whole.gradient.loss, whole.metrics, whole.gradient.loss
+        self._name_buffers(whole.written)
+        hashed = self.options.hash_every and (step.index + 1) % self.options.hash_every == 0
+        weights = whole.gradient.weights
+        who = [whole.gradient.who.get(i, -1) for i in range(self.options.microbatches)]
+        self.engine.publisher.hold(events.make_receipt(
+            step=step.index, view=request.view, members=request.members, who=who, divisor=sum(weights), loss=step.loss,
+            checksums=[self.sums.store.checksum(k) for k in range(self.sums.gradient_count)] if hashed else None,
+            policy_constant=self.options.policy.constant))
+        if whole.gradient.nonfinite is not None:
+            self._not_finite(step, *whole.gradient.nonfinite)
+
+    def _not_finite(self, step: Step, microbatch: int | None, parameter: str) -> None:
+        where = "the sum over all microbatches" if microbatch is None else f"microbatch {microbatch}"
+        text = f"step {step.index}: the gradient of {parameter} in {where} is not finite"
+        if self.options.nonfinite == "raise":
+            self.sums.store.clear()
+            raise NotFinite(text + ' (join with nonfinite="skip" to skip such steps alike on all replicas)')
+        if self.options.nonfinite == "skip":
+            log.warning("%s: skipped", text)
+            step.skipped = True
+            self.sums.store.clear()
+
+    def _updated(self, step: Step) -> None:
+        """The script's update of the step is done."""
+        self.engine.injector.at("between", step.index)
+        if self.options.hash_every and (step.index + 1) % self.options.hash_every == 0:
+            self.engine.publisher.complete(step.index, self.hash())
+
+    def hash(self) -> str:
+        """SHA-256 over parameters, buffers, optimizer state and everything else that training depends on."""
+        return self.managed.digest(self.sums.store.state()["exponents"])
+
+    # -- small things -----------------------------------------------------------------------------------------------
+    @property
+    def seed(self) -> int:
+        return self.options.seed
+
+    @property
+    def nonfinite(self) -> NonFinite:
+        return self.options.nonfinite
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The replicas in the present view."""
+        return self.engine.position.view.members if self._started else ()
+
+    @property
+    def is_leader(self) -> bool:
+        """True on one replica, the lowest surviving one: for logging and saving. It may change."""
+        return not self.replicas or self.replica == min(self.replicas)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """(Step.) Lets a planned fault happen inside the backward."""
+        engine = self.engine
+        if engine.injector.pending and engine.launching is not None:
+            step, index = engine.launching.step, engine.computed
+
+            def fault(gradient: Tensor) -> None:
+                engine.injector.at("backward", step, index)
+            loss.register_hook(fault)                   # type: ignore[no-untyped-call]
+
+    def _optimizer_steps(self, *_: object) -> None:
+        if self.in_loop:
+            raise RuntimeError("optimizer.step() inside the microbatch loop: the sums are not whole yet; call it after "
+                               "`for microbatch in step` has ended")
+
+    def _name_buffers(self, written: list[str]) -> None:
+        new = [name for name in written if name not in self._warned]
+        if new:
+            self._warned.update(new)
+            how = dict(leader="kept as microbatch 0 of the step leaves them", sum="the sum of all microbatches' changes",
+                       mean="the mean of all microbatches' changes")[self.options.buffers]
+            log.warning("forward writes buffers, which differ between replicas by nature: %s. They are %s; choose with "
+                        "recover.join(buffers=\"leader\"|\"sum\"|\"mean\").", ", ".join(new), how)
+
+    def _cut(self) -> None:
+        """(A planned fault.) Drop the data connections though nobody died."""
+        if self.engine.group is not None:
+            self.engine.group.sever()                   # type: ignore[attr-defined]
+
+    def _end(self, status: Literal["finished", "left", "evicted", "failed"], message: str = "") -> None:
+        if self._ended:
+            return
+        self._ended = True
+        position = self.engine.position
+        last = None if position.step is None else position.step - 1
+        if status == "finished":
+            self.engine.publisher.publish(position.job.steps)
+        self.record.emit(events.RUN_END, status=status, last_step=last, final_loss=self._loss if self._loss == self._loss else None,
+                         state_hash=self.hash() if status == "finished" else None, members=position.view.members,
+                         message=message, view=position.view.id, step=last)
+        self.engine.close(finished=status == "finished")
+        self.close()
+
+    def close(self) -> None:
+        """End this rank's part. Idempotent; also called at exit."""
+        atexit.unregister(self.close)
+        for loader in self._loaders:
+            loader.close()
+        if self._started and not self._ended:
+            self._end("left", "the script ended before its last step")
+            return
+        self.member.close()
+        self.backend.close()
+        self.record.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+__all__ = ["Run", "join"]

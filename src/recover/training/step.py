@@ -1,0 +1,124 @@
+"""One optimizer step as the script sees it: a loop over the microbatches that this replica computes.
+
+A failure shows up here as more turns of the loop, and nothing else. In the first step of an `exact` run there is one turn
+more: microbatch (0, 0) is computed by every replica and discarded, to learn how large gradients are.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from recover.gradients.buckets import Entry
+from recover.protocol import requests as ask
+from recover.training.sampling import Microbatch, seed_everything
+
+if TYPE_CHECKING:
+    from recover.training.run import Run
+
+
+class Step:
+    """`for microbatch in step: ...`; then `.grad` holds the mean gradient over all B microbatches, once each.
+
+    index: the step's number. After the loop: `loss` (mean over all microbatches, or over the global weight), `metrics`,
+    and `skipped` (the gradient was not finite, and the run skips such steps: every `.grad` is None).
+    """
+
+    def __init__(self, run: Run, index: int) -> None:
+        self._run = run
+        self.index = index
+        self.loss = math.nan
+        self.metrics: dict[str, float] = {}
+        self.skipped = False
+        self.complete = False
+        self._entered = False
+        self._current: Microbatch | None = None
+        self._done = False                              # the current microbatch's backward was run
+        self._calibrating = False
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        if self._entered:
+            raise RuntimeError(f"the microbatches of step {self.index} were handed out already: loop over a step once")
+        self._entered = True
+        run = self._run
+        run.in_loop = True
+        try:
+            if run.engine.needs_calibration:
+                yield from self._calibrate()
+            while isinstance(request := run.engine.advance(), ask.Compute):
+                yield from self._hand_out(Microbatch(request.step, request.index))
+        finally:
+            run.in_loop = False
+        assert isinstance(request, ask.Commit) and request.step == self.index, request
+        self._commit(request)
+
+    def _calibrate(self) -> Iterator[Microbatch]:
+        self._calibrating = True
+        yield from self._hand_out(Microbatch(0, 0))
+        self._calibrating = False
+        self._run.engine.calibrated(self.index)
+
+    def _hand_out(self, microbatch: Microbatch) -> Iterator[Microbatch]:
+        self._current, self._done = microbatch, False
+        seed_everything(self._run.seed, microbatch.step, microbatch.index)
+        yield microbatch
+        if not self._done:
+            raise RuntimeError(f"microbatch {microbatch.index} of step {microbatch.step} was handed out, but not given to "
+                               "step.backward(loss): every microbatch must be (with weight=0 if it holds no tokens)")
+        self._current = None
+
+    @contextmanager
+    def microbatch(self, microbatch: Microbatch | None = None, *, weight: float = 1.0) -> Iterator[Entry]:
+        """Around a trainer's own `loss.backward()`; set `.loss` of what it yields. Raises RuntimeError at the wrong time.
+
+        `microbatch`: the one that the loop handed out (may be left out).
+        """
+        current = self._current
+        if current is None:
+            raise RuntimeError(f"no microbatch of step {self.index} is under way: call backward inside `for microbatch in step`")
+        if microbatch is not None and microbatch != current:
+            raise RuntimeError(f"{microbatch} is not the microbatch that was handed out, {current}")
+        if self._done:
+            raise RuntimeError(f"microbatch {current.index} of step {self.index} had its backward already: add up its "
+                               "losses and call backward once")
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"the weight of a microbatch must be a finite number of at least 0, not {weight}")
+        run = self._run
+        with run.sums.calibration() if self._calibrating else run.engine.microbatch() as entry:
+            entry.weight = float(weight)
+            yield entry
+        self._done = True
+
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, scaler: Any = None) -> None:
+        """`loss.backward()`, its gradient added to the step's. Never raises because a peer died.
+
+        loss: the microbatch's mean loss; or, with `weight` (its tokens, say), the sum over them: the step's gradient and
+        loss are then divided by the sum of all weights. scaler: a `torch.amp.GradScaler`; use `nonfinite="keep"` with it.
+        """
+        if scaler is not None and self._run.nonfinite != "keep":
+            raise ValueError('with a gradient scaler, join with nonfinite="keep": the scaler skips steps itself, alike on all')
+        with self.microbatch(weight=1.0 if weight is None else float(weight)) as entry:
+            entry.loss = loss.detach()
+            self._run.before_backward(loss)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        """A number of the microbatch in hand; `metrics[name]` is its mean over all microbatches that added it."""
+        if self._current is None:
+            raise RuntimeError("step.add belongs inside `for microbatch in step`")
+        if not self._calibrating:
+            self._run.sums.metrics.add(self._current.index, name, float(value))
+
+    def _commit(self, request: ask.Commit) -> None:
+        self.complete = True
+        self._run.committed(self, request)
+        seed_everything(self._run.seed, self.index, "commit")
+
+    def __repr__(self) -> str:
+        return f"<step {self.index}{', complete' if self.complete else ''}>"
+
+
+__all__ = ["Microbatch", "Step"]
