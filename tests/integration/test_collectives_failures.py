@@ -81,9 +81,13 @@ def test_killed_in_the_middle_of_a_transfer(name, attempt):
             victim.signal(signal.SIGKILL)
         killer = threading.Thread(target=kill)
         killer.start()
-        with pytest.raises(PeerLost):
-            for op in range(10_000):
+        op = 0
+        while group.lost is None:
+            try:
                 group.all_reduce(op, [source], [outputs[op % 4]]).wait(PATIENCE)
+            except PeerLost:
+                pass
+            op += 1
         killer.join(PATIENCE)
         group.revoke()
         group.join(PATIENCE)
@@ -117,7 +121,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(name, guarded):
         worker = victim.get()
         try:
             victim.signal(signal.SIGKILL)
-            victim.process.join(PATIENCE)
+            os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)
             if guarded:
                 with pytest.raises(PeerLost, match="peer 1"):
                     work.wait(PATIENCE)
@@ -206,8 +210,6 @@ class Narrow:
         inner, _ = self.listener.accept()
         outer = socket.create_connection((self.target.host, self.target.port))
         self.sockets = [inner, outer]
-        for sock in self.sockets:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
         for a, b in ((inner, outer), (outer, inner)):
             threading.Thread(target=self._carry, args=(a, b), daemon=True).start()
 
@@ -371,7 +373,7 @@ def test_the_faster_one_waits_for_the_slower(name):
                 entered.set()
                 return cluster.backends[m].form(view, 0, m, PATIENCE).gather(1, bytes([m])).wait(PATIENCE)
             results = together({m: lambda m=m, enter=enter: enter(m) for m in range(2)})
-            assert results == dict.fromkeys(range(2), {0: b"\0", 1: b"\1"})
+            assert results == {m: {0: b"\0", 1: b"\1"} for m in range(2)}
 
 
 def test_two_hundred_views_leave_nothing_behind(name):

@@ -382,6 +382,22 @@ def test_sigkill_of_the_supervisor_leaves_no_process(launch: Launch) -> None:
     assert launch.alive() == set()
 
 
+def test_sigkill_of_both_leaves_no_rank(launch: Launch) -> None:
+    launch.start("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        flag(f"ready{replica}")
+        time.sleep(60)
+        """)
+    until(lambda: all(launch.flag(f"ready{replica}").exists() for replica in range(3)))
+    assert launch.process is not None
+    (supervisor,) = Path(f"/proc/{launch.process.pid}/task/{launch.process.pid}/children").read_text().split()
+    launch.signal(signal.SIGSTOP)               # so that it can't tidy up between the two kills
+    os.kill(int(supervisor), signal.SIGKILL)
+    launch.signal(signal.SIGKILL)
+    launch.wait()
+    until(lambda: not launch.alive(), f"left: {launch.alive()}")
+
+
 def can_unshare() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(
         ["unshare", "-pf", "--mount-proc", "true"], capture_output=True, timeout=20, check=False).returncode == 0

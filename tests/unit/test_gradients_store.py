@@ -699,6 +699,32 @@ def test_an_all_zero_bucket_keeps_its_exponent() -> None:
     assert cluster.stores[0].state()["exponents"] == before
 
 
+def test_a_new_layout_inherits_the_scale() -> None:
+    """Exponents belong to buckets; after learning each bucket takes the largest of what its parameters had."""
+    cluster = Cluster(1, Net, lambda model, index: net_loss(model, index) * 1e6, **small(reduction="exact"))
+    store = cluster.stores[0]
+    done = cluster.run([list(range(B))], count=B)
+    old = {member.name: bucket.exponent for bucket in store.buckets for member in bucket.members}
+    assert len(set(old.values())) > 1
+    cluster.adopt(done)
+    for bucket in store.buckets:
+        assert bucket.exponent == max(old[member.name] for member in bucket.members)
+
+
+def test_coarse_sums_of_one_step_do_not_leak_into_the_next() -> None:
+    """A spike in step 0; with the exponents set back, step 1 needs the same level again and must not find the spike."""
+    scale = {0: 1e9, 1: 1e6}
+    cluster = Cluster(2, Net, lambda model, index: net_loss(model, index) * scale[cluster.step], **small(reduction="exact"))
+    before = [store.state() for store in cluster.stores]
+    cluster.run(split(range(B), 2), count=B)
+    for store, state in zip(cluster.stores, before, strict=True):
+        store.load_state(state)
+    cluster.run(split(range(B), 2), count=B)
+    assert all(bucket.coarse for bucket in cluster.stores[0].buckets[1:])
+    truth = [p["first"].double() for p in plain_gradients(Net(), lambda model, index: net_loss(model, index) * 1e6)]
+    torch.testing.assert_close(cluster.models[0].first.grad.double(), sum(truth) / B, rtol=1e-4, atol=1.0)
+
+
 def test_signature_names_shapes_and_dtypes() -> None:
     assert GradientStore(list(Net().named_parameters()), microbatches=1).signature()[:2] == [
         ("embed", "(11, 6)", "torch.float32"), ("first", "(6, 9)", "torch.float32")]

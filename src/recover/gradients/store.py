@@ -201,7 +201,7 @@ class GradientStore:
 
     @contextmanager
     def calibration(self) -> Iterator[None]:
-        """The backward of microbatch (0, 0) inside: only sets exact exponents; sums stay as they were (empty)."""
+        """The backward of microbatch (0, 0) inside: only sets exact exponents; `begin` empties the sums."""
         self.check()
         assert self._step is None, "calibrate before the first step"
         current = self._enter(0, 0, None, ())
@@ -217,7 +217,6 @@ class GradientStore:
             exponent = exponent_above(peak_of(bucket.scratch), bucket.scratch.dtype) if bucket.exact else None
             if exponent is not None:
                 bucket.exponent = clamp_exponent(exponent + spread, bucket.scratch.dtype)
-            bucket.scratch.zero_()
 
     # -- what the caller reduces ---------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class Children:
                 return
             child = self._alive.pop(seen.si_pid, None)
             if child is not None:
-                pass       # before it is reaped: the group's number is still taken
+                kill_group(child.pid)       # before it is reaped: the group's number is still taken
             os.waitpid(seen.si_pid, 0)
             if child is None:
                 continue

@@ -76,7 +76,7 @@ class Keeper:
         self._ready.wait(10)
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run `call` on the keeper's thread; nothing if that is over, or in a forked child, which has no such thread."""
+        """Run `call` on the keeper's thread; nothing if that is over, or in a forked child, which lacks it."""
         if self._loop is None or os.getpid() != self._pid:
             return
         try:

@@ -30,7 +30,7 @@ from recover import events
 from recover.membership import wire
 from recover.membership.seats import Connection, Replica, Seat, difference, missing
 from recover.protocol.coordinator import Announcement, Answered, Coordinator, Pushed, PushedPending
-from recover.protocol.messages import NO_VIEW, View, ViewId
+from recover.protocol.messages import NO_VIEW, Endpoint, View, ViewId
 
 log = logging.getLogger("recover.membership")
 
@@ -45,7 +45,7 @@ class Registrar:
         self.replicas: dict[int, Replica] = {}
         self.where: dict[Connection, tuple[int, int]] = {}
         self.asked: dict[int, Connection] = {}          # whose exchange of the present view is unanswered
-        self.departed: set[int] = set()                 # announced and lost while the view is being rebuilt
+        self.departed: set[Endpoint] = set()            # ranks lost while the view is being rebuilt
         self.settled = False                            # there is a view
 
     @property
@@ -146,7 +146,7 @@ class Registrar:
             self.forget(old.connection)
         replica.seats[identity.rank] = seat
         self.where[connection] = identity.replica, identity.rank
-        self.departed.discard(identity.replica)
+        self.departed.discard(identity.endpoint)
         connection.send(wire.Welcome(self.core.incarnation))
         if old and not self.holding:
             self.renew(identity.replica, replica, seat)
@@ -196,6 +196,7 @@ class Registrar:
             self.bring_up(number, replica, newest)
         for number, replica in members:
             self.core.announced(number, replica.announcement(newest))
+        self.hasten()
 
     def first_difference(self, replica: Replica, reference: Seat) -> str:
         return next(filter(None, (difference(s.identity, reference.identity) for s in replica.seats.values())), "")
@@ -208,6 +209,12 @@ class Registrar:
             if seat.announcement is None or seat.announcement.view.id < newest.id:
                 seat.announcement = Announcement(newest, False)
                 seat.connection.send(wire.NewView(newest))
+
+    def hasten(self) -> None:
+        """All members that are silent are known to be dead: nobody is waited for."""
+        newest = self.core.newest()
+        if newest and all(self.departed.intersection(newest.endpoints[m]) for m in self.core.silent()):
+            self.core.rebuild()
 
     def grace_over(self) -> None:
         """Members had their time to announce themselves."""
@@ -251,20 +258,18 @@ class Registrar:
         if inside or replica.known:
             self.sink.emit(events.REPLICA_LOST, severity="INFO" if planned else "WARN", view=view.id, lost=member,
                            cause=cause, noticed_by="coordinator", evidence=evidence, position=rank)
-        if self.holding and replica.known:
-            self.departed.add(member)
+        if self.holding:
+            self.departed.add(replica.seats[rank].identity.endpoint)
         self.dismiss(member, f"rank {rank} of this replica was lost ({cause}: {evidence})", seen=inside)
         if self.holding:
-            self.lost_while_holding()
+            self.hasten()
+            self.form()
         self.deliver()
 
-    def lost_while_holding(self) -> None:
-        silent = self.core.silent()
-        if self.rebuilding and silent <= self.departed:
-            self.core.rebuild()
-        elif self.core.may_form():                      # the one that hindered it is gone
-            member, endpoints = next(iter(self.core.waiting.items()))
-            self.core.joined(member, endpoints)
+    def form(self) -> None:
+        """Whoever hindered the first view is gone."""
+        if self.holding and self.core.may_form():
+            self.core.joined(*next(iter(self.core.waiting.items())))
 
     def dismiss(self, member: int, reason: str, seen: bool = False) -> None:
         """A whole replica is out: end its connections. `seen`: it has seen a view."""

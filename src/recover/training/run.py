@@ -75,7 +75,7 @@ class Options:
         facts: dict[str, str | int | float | bool] = dict(
             microbatches=self.microbatches, seed=self.seed, reduction=self.reduction, policy=repr(self.policy),
             nonfinite=self.nonfinite, buffers=self.buffers, hash_every=self.hash_every, bucket_bytes=self.bucket_bytes,
-            first_bucket_bytes=self.first_bucket_bytes, torch=torch.__version__, backend=backend)
+            first_bucket_bytes=self.first_bucket_bytes, torch=str(torch.__version__), backend=backend)
         if self.reduction == "exact":                   # other kernels give other bits
             gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
             facts |= dict(threads=torch.get_num_threads(), processor=processor(), gpu=gpu,

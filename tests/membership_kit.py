@@ -84,7 +84,7 @@ class Process:
 
     def start(self) -> None:
         self.incarnation += 1
-        source = str(Path(__file__).parents[2] / "src")
+        source = str(Path(__file__).parents[1] / "src")
         self.process = subprocess.Popen(self.command(self.port), env={**os.environ, "PYTHONPATH": source})
         port_file = self.directory / f"port{self.incarnation}"
         until(port_file.exists, "the coordinator is up", 30)
