@@ -23,7 +23,8 @@ from recover.protocol.messages import NO_VIEW, Endpoint, View, ViewId
 
 TOKEN = b"a token for tests"
 RUN = "test-run"
-FACTS: dict[str, str | int | float | bool] = {"microbatches": 8, "seed": 0}
+Facts = dict[str, str | int | float | bool]
+FACTS: Facts = {"microbatches": 8, "seed": 0}
 SOON = 10.0
 
 
@@ -38,7 +39,8 @@ def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> No
 class Host:
     """A `Server` in a thread of its own."""
 
-    def __init__(self, replicas: int, ranks: int = 1, timeout: float = 5.0, incarnation: int = 0, port: int = 0) -> None:
+    def __init__(self, replicas: int, ranks: int = 1, timeout: float = 5.0, incarnation: int = 0,
+                 port: int = 0) -> None:
         self.registrar = Registrar(replicas, ranks, incarnation)
         self.timeouts = Timeouts(failure_timeout=timeout)
         self.server: Server
@@ -77,10 +79,11 @@ class Process:
         self.start()
 
     def command(self, port: int) -> list[str]:
-        return [sys.executable, "-m", "recover.membership.coordinator", "--listen", f"127.0.0.1:{port}", "--token-file",
-                str(self.token), "--run-id", RUN, "--replicas", str(self.replicas), "--ranks-per-replica", str(self.ranks),
-                "--failure-timeout", str(self.timeout), "--incarnation", str(self.incarnation), "--events",
-                str(self.directory / "events"), "--port-file", str(self.directory / f"port{self.incarnation}")]
+        options = {"listen": f"127.0.0.1:{port}", "token-file": self.token, "run-id": RUN, "replicas": self.replicas,
+                   "ranks-per-replica": self.ranks, "failure-timeout": self.timeout, "incarnation": self.incarnation,
+                   "events": self.directory / "events", "port-file": self.directory / f"port{self.incarnation}"}
+        flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        return [sys.executable, "-m", "recover.membership.coordinator", *flags]
 
     def start(self) -> None:
         self.incarnation += 1
@@ -107,11 +110,11 @@ class Process:
             self.process.wait(SOON)
 
 
-def make(address: str, replica: int, rank: int = 0, ranks: int = 1, *, facts: dict[str, str | int | float | bool] | None = None,
-         timeout: float = 5.0, token: bytes = TOKEN, run_id: str = RUN) -> Member:
+def make(address: str, replica: int, rank: int = 0, ranks: int = 1, *, facts: Facts | None = None, timeout: float = 5.0,
+         token: bytes = TOKEN, run_id: str = RUN) -> Member:
     """A member that is not started yet."""
-    environment = Environment(coordinator=address, replica=replica, replicas=1, rank=rank, world_size=ranks, token_file=None,
-                              run_id=run_id, events=None, faults=None, interface=None)
+    environment = Environment(coordinator=address, replica=replica, replicas=1, rank=rank, world_size=ranks,
+                              token_file=None, run_id=run_id, events=None, faults=None, interface=None)
     return Member(environment, Timeouts(failure_timeout=timeout), token,
                   Endpoint("127.0.0.1", 20000 + make_port()), FACTS if facts is None else facts)
 
@@ -141,7 +144,8 @@ def clean(member: Member) -> None:
 @contextmanager
 def formed(address: str, replicas: int, ranks: int = 1, timeout: float = 5.0) -> Iterator[list[Member]]:
     """Members of the first view, by replica and rank; closed at the end."""
-    members = [make(address, replica, rank, ranks, timeout=timeout) for replica in range(replicas) for rank in range(ranks)]
+    places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
+    members = [make(address, replica, rank, ranks, timeout=timeout) for replica, rank in places]
     try:
         for member in members:
             member.start()

@@ -190,6 +190,7 @@ class Suicidal(Augmented):
         return super().__getitem__(index)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")     # the signal may hit a destructor
 def test_a_worker_s_death_is_a_clear_error(loader):
     data = loader(lambda step: range(B), num_workers=1, dataset=Suicidal())
 

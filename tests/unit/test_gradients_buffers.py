@@ -90,6 +90,34 @@ def test_exact_bits_do_not_depend_on_who_computed_what(seed: int, policy: str) -
             assert all(torch.equal(a, b) for a, b in zip(reference.buffers(), model.buffers(), strict=True))
 
 
+class Drifting(nn.Module):
+    """A float64 buffer, so that no rounding to float32 hides how its sum was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("drift", torch.zeros(50, dtype=torch.float64))
+
+    def forward(self, index: int) -> None:
+        generator = torch.Generator().manual_seed(index)
+        self.drift += torch.randn(50, dtype=torch.float64, generator=generator) * 10.0 ** index
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_float64_sums_are_order_independent_only_if_exact(exact: bool) -> None:
+    results = set()
+    for order in (range(B), range(B - 1, -1, -1)):
+        model = Drifting()
+        watch = BufferWatch(model.named_buffers, "sum", microbatches=B, exact=exact)
+        watch.begin()
+        for index in order:
+            with watch.microbatch(index):
+                model(index)
+        all_reduce([watch.inputs()], [watch.outputs()])
+        watch.commit(count=B)
+        results.add(tuple(model.drift.tolist()))
+    assert len(results) == (1 if exact else 2)
+
+
 def test_nan_passes_through() -> None:
     for exact in (False, True):
         model = Counting()

@@ -115,6 +115,17 @@ def test_ignoring_the_bound_makes_sums_depend_on_the_order(monkeypatch: pytest.M
     assert len(sums) > 1
 
 
+def test_folding_does_not_depend_on_who_needed_a_level_first() -> None:
+    generator = torch.Generator().manual_seed(0)
+    levels = {level: torch.randn(100, dtype=torch.float64, generator=generator) for level in (1, 2, 3)}
+    results = []
+    for order in ((1, 2, 3), (3, 1, 2)):
+        fine = torch.full((100,), 1e-3, dtype=torch.float64)
+        fold(fine, {level: levels[level] for level in order})
+        results.append(fine)
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nan_and_inf_pass_through(value: float) -> None:
     gradients = draw(3, 8, 20)

@@ -33,6 +33,12 @@ def test_learned_order_and_unseen_last() -> None:
     assert plan(slots(1, 1, 1, 1), learned, bucket_bytes=4, first_bucket_bytes=4) == [[3], [0], [2, 1]]
 
 
+def test_buckets_of_several_kinds_leave_in_the_order_in_which_they_become_final() -> None:
+    mixed = [Slot(1, 4, F32), Slot(1, 8, F64), Slot(1, 4, F32)]
+    learned = Learned(fires=[1, 1, 1], order=[1, 2, 3])
+    assert plan(mixed, learned, bucket_bytes=100, first_bucket_bytes=100) == [[1], [0, 2]]
+
+
 def test_unseen_of_another_kind_behind_everything() -> None:
     mixed = [Slot(1, 8, F64), Slot(1, 4, F32)]
     learned = Learned(fires=[0, 1], order=[0, 1])

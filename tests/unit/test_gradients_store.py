@@ -714,7 +714,11 @@ def test_a_new_layout_inherits_the_scale() -> None:
 def test_coarse_sums_of_one_step_do_not_leak_into_the_next() -> None:
     """A spike in step 0; with the exponents set back, step 1 needs the same level again and must not find the spike."""
     scale = {0: 1e9, 1: 1e6}
-    cluster = Cluster(2, Net, lambda model, index: net_loss(model, index) * scale[cluster.step], **small(reduction="exact"))
+
+    def loss(model: nn.Module, index: int) -> Tensor:
+        return net_loss(model, index) * scale[cluster.step]
+
+    cluster = Cluster(2, Net, loss, **small(reduction="exact"))
     before = [store.state() for store in cluster.stores]
     cluster.run(split(range(B), 2), count=B)
     for store, state in zip(cluster.stores, before, strict=True):

@@ -17,7 +17,7 @@ class Rank:
     def __init__(self, replica: int, rank: int = 0, ranks: int = 1, life: str = "", **facts: Any) -> None:
         life = life or f"life-{replica}-{rank}"
         endpoint = Endpoint(life, 1000 * replica + rank)
-        self.identity = wire.Identity(replica, rank, ranks, life, endpoint, facts or {"B": 8})
+        self.identity = wire.Identity(replica, rank, ranks, life, endpoint, 5.0, facts or {"B": 8})
         self.connection = Wire()
 
     @property
@@ -125,7 +125,8 @@ def test_facts_that_differ_are_refused_with_both_values(facts: dict[str, Any], r
 def test_a_first_member_that_goes_takes_its_facts_along() -> None:
     registrar = Registrar(2, 1, 0)
     Rank(0, B=4).join(registrar).die(registrar)
-    assert [Rank(m).join(registrar) for m in (0, 1)][0].views
+    first, second = Rank(0).join(registrar), Rank(1).join(registrar)
+    assert first.views == second.views == [registrar.core.view]
 
 
 def test_another_number_of_ranks_is_refused() -> None:

@@ -181,6 +181,19 @@ def test_the_random_state_is_put_back_also_after_an_error():
     assert draws() == before
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_is_seeded_and_put_back_too():
+    torch.rand(1, device="cuda")
+    seed_everything(1, 1, 1)
+    first = torch.rand(3, device="cuda").tolist()
+    seed_everything(1, 1, 1)
+    with preserved_random_state():
+        seed_everything(5, 5, 5)
+        assert torch.rand(3, device="cuda").tolist() != first
+    assert torch.rand(3, device="cuda").tolist() == first
+
+
 # -- batches -----------------------------------------------------------------------------------------------------------
 class Augmented:
     """Items with noise from all three generators."""

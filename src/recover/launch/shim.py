@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     parent, program = int(sys.argv[1]), sys.argv[2:]
     try:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
         pass                                # not Linux: the supervisor's own ways must do
     if os.getppid() != parent:

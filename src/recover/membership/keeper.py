@@ -64,6 +64,7 @@ class Keeper:
         self._timeouts = timeouts
         self._caller = caller
         self._patience = min(1.0, timeouts.failure_timeout)
+        self._turned_down = False                       # the latest try was answered, but not well
         self._pid = os.getpid()
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -140,7 +141,12 @@ class Keeper:
             if problem and not self._owner.over:
                 log.log(logging.INFO if tries == 1 else logging.DEBUG, "%s: no coordinator yet: %s",
                         self._owner.name, problem)
-                await self._sleep(min(RETRY_LAST, RETRY_FIRST * 1.5 ** min(tries, 20)) * random.uniform(0.7, 1.0))
+                await self._sleep(self._pause(tries))
+
+    def _pause(self, tries: int) -> float:
+        """Seconds until the next try: soon where nobody answers, less so where somebody says no."""
+        soon = min(RETRY_LAST, RETRY_FIRST * 1.5 ** min(tries, 20))
+        return max(soon, self._timeouts.heartbeat if self._turned_down else 0) * random.uniform(0.7, 1.0)
 
     async def _sleep(self, seconds: float) -> None:
         assert self._wake is not None
@@ -160,6 +166,7 @@ class Keeper:
     async def _try(self, address: tuple[str, int]) -> str:
         """One try at one address; "" if we were welcomed, else what happened."""
         link = Link(self, self._caller(), address)
+        self._turned_down = False
         try:
             async with asyncio.timeout(self._timeouts.handshake):
                 await connect(link, *address)
@@ -182,6 +189,7 @@ class Keeper:
             case wire.Welcome():
                 self._welcomed(link)
             case wire.Refused():
+                self._turned_down = True
                 link.settle(f"{link.address} refused us: {message.reason}")
                 self._owner.refused(message.reason, message.final)
             case wire.Dropped():                        # also as the first answer, to one that announces a view
@@ -192,6 +200,7 @@ class Keeper:
 
     def offended(self, link: Link, reason: str) -> None:
         """Whoever answers there is not our coordinator, though it may be started there yet."""
+        self._turned_down = True
         self._owner.refused(f"{link.address} {reason}", False)
 
     def broken(self, link: Link) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Protocol, cast
 
@@ -101,7 +102,8 @@ class Link(asyncio.Protocol):
     async def part(self, seconds: float) -> None:
         """Send what is left, say that no more comes, and see the other side close; abort when that takes too long."""
         if self._transport and not self._transport.is_closing():
-            self._transport.write_eof()
+            with contextlib.suppress(OSError):          # the other side is gone already
+                self._transport.write_eof()
             await asyncio.wait([self.closed], timeout=seconds)
         self.abort()
 

@@ -66,7 +66,7 @@ class Member:
         self.announcement: Callable[[], Announcement] | None = None
         self._timeouts = timeouts
         self._identity = wire.Identity(environment.replica, environment.rank, environment.world_size, uuid.uuid4().hex,
-                                       endpoint, dict(facts))
+                                       endpoint, timeouts.failure_timeout, dict(facts))
         self._check_identity()
         self._keeper = Keeper(self, parse_addresses(environment.coordinator), timeouts,
                               lambda: Caller(token, environment.run_id))

@@ -39,6 +39,8 @@ class Registrar:
     """Ranks in and out of one run. `first` replicas of `ranks` ranks make the first view."""
 
     def __init__(self, first: int, ranks: int, incarnation: int, sink: events.Log | None = None) -> None:
+        if ranks < 1:
+            raise ValueError(f"a replica needs at least one rank, not {ranks}")
         self.core = Coordinator(first, incarnation)
         self.ranks = ranks
         self.sink = sink or events.NullLog()

@@ -32,7 +32,10 @@ log = logging.getLogger("recover.membership")
 
 MAX_STRANGERS = 256
 SETTLE = 0.003
-REPORT_MISSING = 5.0
+REPORT = 5.0
+"""Seconds between two lines about who is awaited; also the period of `MAX_COMPLAINTS`."""
+MAX_COMPLAINTS = 50
+"""Lines about strangers in one period; the rest is counted."""
 
 
 class Server:
@@ -50,6 +53,8 @@ class Server:
         self._watch: asyncio.Task[None] | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._begun = 0.0
+        self._turned_away = 0
+        self._stopped = False
 
     # -- life -------------------------------------------------------------------------------------------------------
     async def start(self, host: str, port: int) -> int:
@@ -70,9 +75,9 @@ class Server:
             self._grace.cancel()
         for timer in self._strangers.values():
             timer.cancel()
+        self._stopped = True
         for connection in self._connections:
             connection.abort()
-        self._connections.clear()
         await asyncio.sleep(0)                          # aborted transports let go of their sockets
 
     def _accept(self) -> Connection:
@@ -92,7 +97,9 @@ class Server:
                         else f"no handshake within {self.timeouts.handshake:g} s")
 
     def _turn_away(self, connection: Connection, reason: str) -> None:
-        log.warning("dropped a stranger at %s: %s", connection.address, reason)
+        self._turned_away += 1
+        if self._turned_away <= MAX_COMPLAINTS:
+            log.warning("dropped a stranger at %s: %s", connection.address, reason)
         self._known(connection)
         connection.abort()
 
@@ -111,6 +118,9 @@ class Server:
                 connection.send(self.stats())
             case wire.Join() | wire.Announce() if connection in self.registrar.where:
                 raise WireError("joined twice")
+            case wire.Join() | wire.Announce() if message.identity.failure_timeout != self.timeouts.failure_timeout:
+                self._known(connection)
+                self._refuse_timeout(connection, message)
             case wire.Join():
                 self._known(connection)
                 self.registrar.join(connection, message.identity)
@@ -131,6 +141,11 @@ class Server:
             case wire.Leave():
                 self.registrar.leave(connection)
 
+    def _refuse_timeout(self, connection: Connection, message: wire.Join | wire.Announce) -> None:
+        theirs, ours = message.identity.failure_timeout, self.timeouts.failure_timeout
+        reason = f"failure_timeout differs: the rank has {theirs:g} s, the coordinator {ours:g} s"
+        self.registrar.refuse(connection, message.identity, reason, final=isinstance(message, wire.Join))
+
     def offended(self, connection: Connection, error: WireError) -> None:
         """Bytes that no member sends. A member that sends them is as good as dead."""
         if connection in self._strangers:
@@ -145,6 +160,8 @@ class Server:
 
     def closed(self, connection: Connection, error: Exception | None) -> None:
         """End of stream, or a broken connection."""
+        if self._stopped:                               # we closed it: nobody is lost
+            return
         if connection in self._strangers and not connection.authenticated:
             log.info("a stranger at %s went away before it proved anything", connection.address)
         self._known(connection)
@@ -181,19 +198,22 @@ class Server:
             if self._late(due):
                 continue
             self._judge_silence(loop.time() - self.timeouts.silence)
-            if loop.time() - said >= REPORT_MISSING:
+            if loop.time() - said >= REPORT:
                 said = loop.time()
-                self._say_missing()
+                self._report()
 
     def _judge_silence(self, since: float) -> None:
         for connection in [c for c in self.registrar.where if isinstance(c, Connection) and c.last < since]:
             if connection in self.registrar.where:      # a replica's other ranks go with the first
                 self.registrar.gone(connection, "heartbeat", f"nothing heard for {self.timeouts.silence:g} s")
 
-    def _say_missing(self) -> None:
+    def _report(self) -> None:
         missing = self.registrar.missing()
         if missing:
             log.info("waiting for %s", ", ".join(missing))
+        if self._turned_away > MAX_COMPLAINTS:
+            log.warning("dropped %d more strangers", self._turned_away - MAX_COMPLAINTS)
+        self._turned_away = 0
 
     # -- figures ----------------------------------------------------------------------------------------------------
     def stats(self) -> wire.Stats:

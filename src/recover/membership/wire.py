@@ -45,7 +45,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Who speaks. `life` is drawn once per process: it tells a rank that reconnects from its successor.
 
-    `facts` are what all ranks of the run must agree on (B, seed, versions, ...).
+    `facts` are what all ranks of the run must agree on (B, seed, versions, ...); the failure timeout (seconds) is what
+    they must share with the coordinator, or one side would give up the other between two heartbeats.
     """
 
     replica: Replica
@@ -53,6 +54,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     life: Name
     endpoint: Endpoint
+    failure_timeout: float
     facts: Facts
 
 

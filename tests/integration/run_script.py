@@ -1,0 +1,145 @@
+"""The training script of the run tests: a tiny model with everything that scripts do, switched by settings."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from harness import Script
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+import recover
+from recover.training.sampling import seed_everything
+
+VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
+TEXT = torch.randint(0, VOCABULARY, (4096, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+
+DEFAULTS: dict[str, Any] = dict(
+    steps=30, microbatches=12, seed=3, reduction="exact", hash_every=1, policy="balanced", nonfinite="raise",
+    buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
+    weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0)
+
+
+class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Random sequences: (x, y), each [LENGTH] int64. `noisy`: x is changed at random, from torch's generator."""
+
+    def __init__(self, length: int = 4096, noisy: bool = False) -> None:
+        self.length, self.noisy = length, noisy
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = TEXT[index, :-1], TEXT[index, 1:]
+        if self.noisy:
+            x = torch.where(torch.rand(LENGTH) < 0.1, torch.randint(0, VOCABULARY, (LENGTH,)), x)
+        return x, y
+
+
+class Tiny(nn.Module):
+    """Five layers in seven parameters; with buckets of 4 KB there are four or more of them."""
+
+    def __init__(self, width: int = WIDTH, tied: bool = False, batch_norm: bool = False, order: str = "usual") -> None:
+        super().__init__()
+        if order == "usual":
+            self.embedding = nn.Embedding(VOCABULARY, width)
+        self.up = nn.Linear(width, 3 * width)
+        self.norm = nn.BatchNorm1d(3 * width) if batch_norm else nn.LayerNorm(3 * width)
+        self.dropout = nn.Dropout(0.2)
+        self.down = nn.Linear(3 * width, width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        if order != "usual":
+            self.embedding = nn.Embedding(VOCABULARY, width)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length] int64 -> [batch * length, VOCABULARY] float32"""
+        h = self.embedding(x).flatten(0, 1)
+        return self.head(h + self.down(self.dropout(torch.relu(self.norm(self.up(h))))))
+
+
+class Setup:
+    """Everything a script makes before it joins, from its settings."""
+
+    def __init__(self, script: Script) -> None:
+        self.s = s = DEFAULTS | script.settings
+        torch.manual_seed(s.get("init", 11))
+        self.model = Tiny(s["width"], s["tied"], s["batch_norm"], s["order"])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / math.sqrt(n + 1))
+
+    def join(self) -> recover.Run:
+        s = self.s
+        run = recover.join(microbatches=s["microbatches"], seed=s["seed"], reduction=s["reduction"], policy=s["policy"],
+                           hash_every=s["hash_every"], nonfinite=s["nonfinite"], buffers=s["buffers"],
+                           bucket_bytes=6144, first_bucket_bytes=1024)
+        run.manage(self.model, self.optimizer, self.scheduler)
+        dataset = Tokens(s["data_length"], noisy=s["workers"] > 0)
+        self.data = run.loader(dataset, BATCH, num_workers=s["workers"]) if s["workers"] else run.data(dataset, BATCH)
+        return run
+
+    def tokens(self, microbatch: recover.Microbatch) -> int:
+        """How many of its tokens count: 0 for some microbatches."""
+        return (7 * microbatch.step + 5 * microbatch.index) % 4 * 3
+
+    def loss(self, microbatch: recover.Microbatch) -> tuple[Tensor, float | None]:
+        x, y = self.data[microbatch]
+        logits, wanted = self.model(x), y.flatten()
+        if self.s["spike"] == [microbatch.step, microbatch.index]:
+            logits = logits * math.nan
+        if not self.s["weighted"]:
+            return cross_entropy(logits, wanted), None
+        count = self.tokens(microbatch)
+        return cross_entropy(logits[:count], wanted[:count], reduction="sum"), float(count)
+
+    def reference_error(self, run: recover.Run, step: recover.training.step.Step) -> float:
+        """|.grad - float64 mean of every microbatch's float32 gradient| / |mean|, all replayed here."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        sums = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+        weight = 0.0
+        for index in range(self.s["microbatches"]):
+            seed_everything(run.seed, step.index, index)
+            loss, count = self.loss(recover.Microbatch(step.index, index))
+            weight += 1.0 if count is None else count
+            for total, part in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
+                total += part.double()
+        seed_everything(run.seed, step.index, "commit")
+        off = sum(float((p.grad.double() - total / weight).square().sum()) for p, total in zip(parameters, sums, strict=True))
+        return math.sqrt(off / sum(float((total / weight).square().sum()) for total in sums))
+
+
+def zero(setup: Setup, place: str) -> None:
+    if setup.s["zero_grad"] in (place, "everywhere"):
+        setup.optimizer.zero_grad(set_to_none=setup.s["set_to_none"])
+
+
+def train(script: Script) -> None:
+    """The loop. Says each microbatch that was handed out, and each step's loss and metrics."""
+    setup = Setup(script)
+    with setup.join() as run:
+        for step in run.steps(setup.s["steps"]):
+            zero(setup, "before")
+            for microbatch in step:
+                script.say("microbatch", step=microbatch.step, index=microbatch.index)
+                zero(setup, "inside")
+                loss, weight = setup.loss(microbatch)
+                zero(setup, "inside")
+                if setup.s["metrics"]:
+                    step.add("double", 2.0 * microbatch.index)
+                    if microbatch.index % 3 == 0:
+                        step.add("thirds", loss.detach())
+                step.backward(loss, weight=weight)
+                zero(setup, "inside")
+            if setup.s["reference"] and not step.skipped:
+                script.say("error", step=step.index, relative=setup.reference_error(run, step))
+            if setup.s["clip"]:
+                clip_grad_norm_(setup.model.parameters(), 0.5)
+            setup.optimizer.step()
+            setup.scheduler.step()
+            zero(setup, "after")
+            script.say("step", step=step.index, loss=step.loss.hex(), metrics=step.metrics, skipped=step.skipped,
+                       buckets=run.sums.gradient_count, leader=run.is_leader)
+    script.say("done")
