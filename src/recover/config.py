@@ -89,7 +89,7 @@ class Environment:
         rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
         if not 0 <= rank < world_size:
             raise ValueError(f"RANK={rank} and WORLD_SIZE={world_size} do not fit: they are local to the replica")
-        if not 0 <= replica:
+        if not replica >= 0:
             raise ValueError(f"RECOVER_REPLICA={replica} must not be negative")
 
         def path(name: str) -> Path | None:

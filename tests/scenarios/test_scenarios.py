@@ -4,7 +4,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from play import parse, play
 
 FILES = sorted(Path(__file__).parent.glob("*.txt"))

@@ -179,7 +179,8 @@ class Position:
 
     def turn(self) -> Generator[Any, Any, list[bool]]:
         """`turn`: positions of a replica act as one, and any one can stop all."""
-        return (yield Agree("turn", self.disturbed()))
+        stop: list[bool] = yield Agree("turn", self.disturbed())
+        return stop
 
     def complete(self, step: int, ok: bool) -> Moves:
         """`agreement`: commit when every position of the replica is whole; post the fence; `vector`: the leader's."""
@@ -200,7 +201,8 @@ class Position:
         return True
 
     def agree_complete(self, says: tuple[bool, Speed]) -> Generator[Any, Any, list[tuple[bool, Speed]]]:
-        return (yield Agree("complete", says))
+        agreed: list[tuple[bool, Speed]] = yield Agree("complete", says)
+        return agreed
 
     def said(self, agreed: list[tuple[bool, Speed]]) -> Speed:
         return agreed[0][1]
@@ -376,7 +378,8 @@ class Position:
 
     def confirm(self) -> Moves:
         """`confirm`: a decision is acted upon only after one fence in the new view: then all members have it."""
-        return (yield Confirm())
+        confirmed: bool = yield Confirm()
+        return confirmed
 
     def forward(self, decision: Decision) -> Moves:
         """`forward`: a bucket of the oldest step that some survivor holds is given to those who lack it."""

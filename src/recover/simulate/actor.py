@@ -15,6 +15,11 @@ Steps = Generator[None, None, Any]
 Outcomes = Generator[None, None, ask.Outcome]
 
 
+REQUESTS = (ask.Begin, ask.Relayout, ask.Compute, ask.Agree, ask.Form, ask.PostFence, ask.AwaitFence, ask.Reduce, ask.Commit,
+            ask.Fenced, ask.Halt, ask.Exchange, ask.Reform, ask.Confirm, ask.Enter, ask.Entered, ask.Forward, ask.Decided,
+            ask.Suspect)
+
+
 class Evicted(Exception):
     """The others went on without this one."""
 
@@ -33,9 +38,7 @@ class Actor:
         self.launched: dict[int, Op] = {}
         self.unconfirmed: tuple[ViewId, View] = (NO_VIEW, View())
         self.hurt = False
-        self.answers = {kind: getattr(self, kind.__name__.lower()) for kind in (
-            ask.Begin, ask.Relayout, ask.Compute, ask.Agree, ask.Form, ask.PostFence, ask.AwaitFence, ask.Reduce, ask.Commit,
-            ask.Fenced, ask.Halt, ask.Exchange, ask.Reform, ask.Confirm, ask.Enter, ask.Entered, ask.Forward, ask.Decided, ask.Suspect)}
+        self.answers = {kind: getattr(self, kind.__name__.lower()) for kind in REQUESTS}
 
     def run(self) -> Generator[None, None, None]:
         moves, answer = self.position.run(), None
@@ -92,7 +95,7 @@ class Actor:
         position, c = self.position, self.world.coordinator
         if self.p != 0:
             return
-        if position.step is None or position.view.id == NO_VIEW and self.unconfirmed[0] == NO_VIEW:
+        if position.step is None or (position.view.id == NO_VIEW and self.unconfirmed[0] == NO_VIEW):
             c.joined(self.me, self.world.endpoints(self.me))
             self.world.deliver()
             return

@@ -70,6 +70,7 @@ class Engine:
         self.computed = 0                                   # microbatches of the step at hand, computed here
         self.recomputed = 0
         self.committed: Whole | None = None
+        self.parting = False                                # past the last fence: others may close their connections
         self.needs_calibration = sums.store.reduction == "exact"     # before the first step only
         self.moves: Iterator[Any] | None = None
         self.answer: Any = None
@@ -132,16 +133,12 @@ class Engine:
         """(Communication thread.) Told to the coordinator at once, before anything is agreed on."""
         self.notice(loss)
         group = self.group
-        if group is not None and not self.finishing():
+        if group is not None and not self.parting:
             self.member.suspect(group.view, loss.reason, loss.peer)
-
-    def finishing(self) -> bool:
-        """At the finish line others close their connections; whoever still needs them finds out at its fence."""
-        return self.position.step == self.position.job.steps
 
     def notice(self, loss: PeerLost | None) -> None:
         """The first evidence of a failure starts the clock of a recovery."""
-        if self.position.view.id == NO_VIEW or self.finishing():
+        if self.position.view.id == NO_VIEW or self.parting:
             return
         recovery = self.recovery
         if recovery is None:
@@ -316,6 +313,21 @@ class Engine:
         self.publisher.publish(request.step)
         for past in [s for s in self.fences if s < request.step]:
             del self.fences[past]
+        if request.step == self.position.job.steps - 1:
+            self.part()
+
+    def part(self) -> None:
+        """The finish line: close no connection before everyone has passed the last fence, or can't any more.
+
+        Whoever goes first would tear the fence of those who still wait for a third one's part of it. Should this fail,
+        then because someone has passed it and gone, or died: nothing that we need.
+        """
+        self.parting = True
+        assert self.group is not None
+        try:
+            self.group.gather(number(Kind.PART, 0), b"").wait(self.timeouts.drain)
+        except (PeerLost, TimeoutError) as early:
+            log.debug("not all passed the last fence: %s", early)
 
     # -- handlers: recovery -----------------------------------------------------------------------------------------
     def halt(self, request: ask.Halt) -> frozenset[int]:
@@ -364,6 +376,7 @@ class Engine:
                 raise JoinRefused("this run is under way already; joining it later is not possible in this version")
             if self.recovery is not None:
                 self.recovery.add("exchange", since)
+            self.parting = {r.step for r in reports.values() if r.step is not None} == {self.position.job.steps}
             return ask.Answer(view, reports)
 
     def await_view(self, after: tuple[int, int]) -> View:
@@ -378,6 +391,9 @@ class Engine:
     def reform(self, request: ask.Reform) -> bool:
         since = time.monotonic()
         self.listen()
+        if self.parting:                                    # everyone is past the last step: nobody needs a group
+            self.group = None
+            return True
         view, before = request.view, self.group.members if self.group is not None else ()
         try:
             group = self.backend.form(view, self.position.position, self.position.me, self.timeouts.connect)

@@ -14,6 +14,7 @@ class Kind(IntEnum):
     SUM = 5
     COARSE = 6
     FORWARD = 7
+    PART = 8
 
 
 def number(kind: Kind, step: int, bucket: int = 0, level: int = 0) -> int:

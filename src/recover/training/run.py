@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import platform
 import secrets
@@ -19,6 +20,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from recover import collectives, events
 from recover.config import Environment, Timeouts
@@ -36,7 +38,7 @@ from recover.training.engine import Engine
 from recover.training.loader import Loader
 from recover.training.managed import Managed
 from recover.training.metrics import Metrics
-from recover.training.sampling import MapDataset, Sampler, Samples, default_collate
+from recover.training.sampling import MapDataset, Sampler, Samples
 from recover.training.solo import Solo
 from recover.training.step import Step
 from recover.training.sums import Sums
@@ -175,7 +177,7 @@ class Run:
                             exact=options.reduction == "exact")
         self.sums = Sums(store, watch, Metrics(options.microbatches))
         for optimizer in self.managed.optimizers:
-            optimizer.register_step_pre_hook(self._optimizer_steps)     # type: ignore[arg-type]
+            optimizer.register_step_pre_hook(self._optimizer_steps)
 
     def data(self, dataset: MapDataset, batch_size: int, collate_fn: Callable[[list[Any]], Any] | None = None) -> Samples:
         """`data[microbatch]`: its samples of a map-style dataset, collated; a pure function of the run's seed.
@@ -346,7 +348,7 @@ class Run:
         last = None if position.step is None else position.step - 1
         if status == "finished":
             self.engine.publisher.publish(position.job.steps)
-        self.record.emit(events.RUN_END, status=status, last_step=last, final_loss=self._loss if self._loss == self._loss else None,
+        self.record.emit(events.RUN_END, status=status, last_step=last, final_loss=None if math.isnan(self._loss) else self._loss,
                          state_hash=self.hash() if status == "finished" else None, members=position.view.members,
                          message=message, view=position.view.id, step=last)
         self.engine.close(finished=status == "finished")
