@@ -14,6 +14,7 @@ run recovers from them by itself::
     |-- Stopped                      the run ended without finishing (nobody level is left, the launcher said so, ...)
     |-- NotFinite                    NaN or inf in a gradient: step, microbatch and parameter
     |-- LateGradient                 a gradient arrived after its bucket had left
+    |-- WorkerLost                   a data loader's worker process died
     |-- Diverged                     replicas that must be equal are not (invariant I5)
     `-- FaultMissed                  a planned fault did not happen
 """
@@ -63,6 +64,10 @@ class NotFinite(RecoverError):
 
 class LateGradient(RecoverError):
     """A gradient arrived after its bucket had left."""
+
+
+class WorkerLost(RecoverError):
+    """A data loader's worker process died."""
 
 
 class Diverged(RecoverError):

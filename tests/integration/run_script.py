@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 import recover
+from recover.protocol import requests as ask
 from recover.training.sampling import seed_everything
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
@@ -19,7 +21,10 @@ TEXT = torch.randint(0, VOCABULARY, (4096, LENGTH + 1), generator=torch.Generato
 DEFAULTS: dict[str, Any] = dict(
     steps=30, microbatches=12, seed=3, reduction="exact", hash_every=1, policy="balanced", nonfinite="raise",
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
-    weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0)
+    weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
+    unused=False, forget=None)
+"""spike: [step, index] whose loss is NaN. linger: seconds before each microbatch. forget: {"step", "buckets"}: see
+`forgetful`. order, width: what makes a model that does not fit the others'."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -111,6 +116,20 @@ class Setup:
         return math.sqrt(off / sum(float((total / weight).square().sum()) for total in sums))
 
 
+def forgetful(run: recover.Run, step: int, buckets: list[int]) -> None:
+    """In the first recovery of `step`, as if these buckets had not come in time: others must forward or redo them."""
+    halt = run.engine.halt
+    left = [set(buckets)]
+
+    def halted(request: Any) -> frozenset[int]:
+        whole = halt(request)
+        if request.step != step or not left:
+            return whole
+        run.engine.whole -= left.pop()
+        return frozenset(run.engine.whole)
+    run.engine.handlers[ask.Halt] = halted
+
+
 def zero(setup: Setup, place: str) -> None:
     if setup.s["zero_grad"] in (place, "everywhere"):
         setup.optimizer.zero_grad(set_to_none=setup.s["set_to_none"])
@@ -121,9 +140,12 @@ def train(script: Script) -> None:
     setup = Setup(script)
     with setup.join() as run:
         for step in run.steps(setup.s["steps"]):
+            if setup.s["forget"] and step.index == 0:
+                forgetful(run, **setup.s["forget"])
             zero(setup, "before")
             for microbatch in step:
                 script.say("microbatch", step=microbatch.step, index=microbatch.index)
+                time.sleep(setup.s["linger"])
                 zero(setup, "inside")
                 loss, weight = setup.loss(microbatch)
                 zero(setup, "inside")
@@ -143,3 +165,68 @@ def train(script: Script) -> None:
             script.say("step", step=step.index, loss=step.loss.hex(), metrics=step.metrics, skipped=step.skipped,
                        buckets=run.sums.gradient_count, leader=run.is_leader)
     script.say("done")
+
+
+# ---------------------------------------------------------------- scripts that do it wrong
+
+def leaves_early(script: Script) -> None:
+    setup = Setup(script)
+    with setup.join() as run:
+        for step in run.steps(setup.s["steps"]):
+            for microbatch in step:
+                step.backward(setup.loss(microbatch)[0])
+                if step.index == 2:
+                    break
+            setup.optimizer.step()
+
+
+def steps_inside(script: Script) -> None:
+    setup = Setup(script)
+    with setup.join() as run:
+        for step in run.steps(setup.s["steps"]):
+            for microbatch in step:
+                step.backward(setup.loss(microbatch)[0])
+                setup.optimizer.step()
+
+
+def bare_backward(script: Script) -> None:
+    setup = Setup(script)
+    with setup.join() as run:
+        for step in run.steps(setup.s["steps"]):
+            for microbatch in step:
+                setup.loss(microbatch)[0].backward()
+            setup.optimizer.step()
+
+
+def forgets_backward(script: Script) -> None:
+    setup = Setup(script)
+    with setup.join() as run:
+        for step in run.steps(setup.s["steps"]):
+            for microbatch in step:
+                if microbatch.index % 4 != 1:
+                    step.backward(setup.loss(microbatch)[0])
+            setup.optimizer.step()
+
+
+def stops_early(script: Script) -> None:
+    """Ends without an error, in the middle."""
+    setup = Setup(script)
+    with setup.join() as run:
+        for step in run.steps(setup.s["steps"]):
+            for microbatch in step:
+                step.backward(setup.loss(microbatch)[0])
+            setup.optimizer.step()
+            if step.index == 2:
+                return
+
+
+def fails(script: Script) -> None:
+    """As scripts do: an error of its own, between two steps."""
+    setup = Setup(script)
+    with setup.join() as run:
+        for step in run.steps(setup.s["steps"]):
+            for microbatch in step:
+                step.backward(setup.loss(microbatch)[0])
+            setup.optimizer.step()
+            if step.index == 2:
+                raise KeyError("no such batch")

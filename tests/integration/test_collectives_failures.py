@@ -175,16 +175,17 @@ def test_a_frozen_peer_is_lost(name):
         backend.close()
 
 
-def test_a_short_stop_is_harmless_on_both_sides(name):
-    """The stopped one does not take its own absence for the others' silence either."""
-    def late(child, group):
-        child.get(100)
-        group.gather(1, b"").wait(PATIENCE)
-        child.put("well")
-        child.get(100)
+def late(child, group):
+    """Takes part in one fence once told so."""
+    child.get(100)
+    group.gather(1, b"").wait(PATIENCE)
+    child.put("well")
+    child.get(100)
 
-    backend = make(name, failure_timeout=2)
-    with rank_process(1, late, name, failure_timeout=0.4) as victim:    # for it, a stop of 0.8 s is long
+
+def test_a_short_stop_is_harmless(name):
+    backend = make(name, failure_timeout=5)
+    with rank_process(1, late, name, failure_timeout=0.4) as victim:
         group = form_with(backend, 0, {1: victim})
         work = group.gather(1, b"")
         victim.signal(signal.SIGSTOP)
@@ -194,6 +195,22 @@ def test_a_short_stop_is_harmless_on_both_sides(name):
         work.wait(PATIENCE)
         assert victim.get() == "well"
         backend.close()
+
+
+def test_nobody_takes_its_own_absence_for_the_silence_of_others(name):
+    """All are stopped (a suspended host) for longer than the limit of silence: when they wake, nobody is blamed."""
+    with rank_process(0, late, name, failure_timeout=0.4) as a, rank_process(1, late, name, failure_timeout=0.4) as b:
+        endpoints = {0: a.get(), 1: b.get()}
+        for child in (a, b):
+            child.put(endpoints)
+        time.sleep(0.3)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for child in (a, b):
+                child.signal(number)
+            time.sleep(1)
+        for child in (a, b):
+            child.put("go on")
+        assert (a.get(), b.get()) == ("well", "well")
 
 
 class Narrow:

@@ -158,16 +158,36 @@ class NoVectors(Position):
         return {step: {self.me: 1.0}}
 
 
+class Joins(World):
+    """Many joins with the fence and broken connections, three positions, nothing else."""
+
+    def __init__(self, seed, positions=None, *rest):
+        super().__init__(seed, 3, *rest)
+        self.job = replace(self.job, steps=6)
+        self.budget = dict(self.budget, join=2, flap=8, kill=0, crash=0, freeze=0, leave=0)
+
+
+class Crashes(World):
+    """Crashes of the coordinator, and members that sleep through one."""
+
+    def __init__(self, seed, positions=None, *rest):
+        super().__init__(seed, 1, *rest)
+        self.job = replace(self.job, steps=6)
+        self.budget = dict(self.budget, crash=3, freeze=2, leave=0, join=1)
+
+
 PLAIN = Parts()
+WORLDS = dict(atonce=Joins, newest=Crashes)
+"""Where the plain world shows the need of a rule only once in ten thousand seeds or more."""
 PARTS = dict(
     fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag), reset=replace(PLAIN, position=NoReset),
     forward=replace(PLAIN, position=NoForward), order=replace(PLAIN, actor=NoOrder), confirm=replace(PLAIN, position=NoConfirm),
     proves=replace(PLAIN, position=NoProves), agreement=replace(PLAIN, position=NoAgreement),
     turn=replace(PLAIN, position=NoTurn), vector=replace(PLAIN, position=NoVector), freeze=replace(PLAIN, actor=NoFreeze),
     settle=replace(PLAIN, actor=NoSettle), exit=replace(PLAIN, position=NoExit), handback=replace(PLAIN, position=NoHandback),
-    whole=PLAIN, clean=PLAIN, suspect=replace(PLAIN, coordinator=NoSuspect), atonce=replace(PLAIN, actor=NotAtOnce),
+    whole=PLAIN, clean=PLAIN, suspect=replace(PLAIN, coordinator=NoSuspect), atonce=replace(PLAIN, actor=NotAtOnce, world=Joins),
     verdict=replace(PLAIN, verdict=False), incarnation=replace(PLAIN, coordinator=NoIncarnationCounter, world=NoIncarnation),
-    newest=replace(PLAIN, coordinator=NotNewest), hold=replace(PLAIN, coordinator=NoHold),
+    newest=replace(PLAIN, coordinator=NotNewest, world=Crashes), hold=replace(PLAIN, coordinator=NoHold),
     reissue=replace(PLAIN, coordinator=NoReissue), vectors=replace(PLAIN, position=NoVectors))
 
 

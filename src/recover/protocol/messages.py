@@ -39,10 +39,15 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 class Speed(msgspec.Struct, frozen=True, array_like=True):
-    """What a member says with the fence: 0 means no quota (not level, or leaving); `pending` is a view it knows of."""
+    """What a member says with the fence.
+
+    speed: 0 means no quota (not level, or leaving). pending: a view that it knows of. digest: of its state after the
+    newest step that was hashed; "" if none was. All members that say one must say the same (I5).
+    """
 
     speed: float = 0.0
     pending: Pending | None = None
+    digest: str = ""
 
 
 Vector = dict[int, float]

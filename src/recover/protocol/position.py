@@ -21,6 +21,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
+from recover.errors import Diverged
 from recover.protocol.decision import Decision, Job, decide
 from recover.protocol.messages import NO_VIEW, Pending, Report, Speed, Vector, View
 from recover.protocol.requests import (
@@ -88,6 +89,7 @@ class Position:
         self.clean = False
         self.over = False
         self.speed = 1.0                                    # microbatches per second; whoever drives this measures it
+        self.digest = ""                                    # of the state after the newest step that was hashed
         self.says = Speed(1.0)
         self.switch: dict[int, Pending] = {}                # step at whose launch a pending view takes over
 
@@ -186,7 +188,7 @@ class Position:
         """`agreement`: commit when every position of the replica is whole; post the fence; `vector`: the leader's."""
         pending = self.pending if self.pending and self.pending.base == self.view.id else None
         willing = self.leave_after is None and (self.level or self.caught_up)
-        agreed = yield from self.agree_complete((ok, Speed(self.speed if willing else 0.0, pending)))
+        agreed = yield from self.agree_complete((ok, Speed(self.speed if willing else 0.0, pending, self.digest)))
         if not all(fine for fine, _ in agreed):
             return False
         self.says = self.said(agreed)
@@ -218,7 +220,7 @@ class Position:
         self.posted = step
         says = self.says
         if says.pending and says.pending.base != self.view.id:
-            says = Speed(says.speed)
+            says = Speed(says.speed, None, says.digest)
         yield PostFence(step, says)
         return True
 
@@ -234,7 +236,10 @@ class Position:
         return True
 
     def hear_fence(self, step: int, result: dict[int, Speed]) -> None:
-        """`lag`: what the fence of t carries takes effect at t+2."""
+        """`lag`: what the fence of t carries takes effect at t+2. Raises Diverged if the members' states differ (I5)."""
+        digests = {m: said.digest for m, said in sorted(result.items()) if said.digest}
+        if len(set(digests.values())) > 1:
+            raise Diverged(f"replicas differ after an update before step {step + 1}: their hashes are {digests}")
         if any(said.speed for said in result.values()):
             self.vectors[self.takes_effect(step)] = {m: said.speed for m, said in sorted(result.items())}
             for past in sorted(s for s in self.vectors if s <= step)[:-1]:

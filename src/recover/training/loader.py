@@ -33,7 +33,7 @@ from typing import Any, Self
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data import Sampler as TorchSampler
 
-from recover.errors import RecoverError
+from recover.errors import WorkerLost
 from recover.training.sampling import MapDataset, Microbatch, Sampler, Samples, preserved_random_state
 
 PREFETCH = 2
@@ -43,10 +43,6 @@ log = logging.getLogger(__name__)
 
 Plan = Callable[[int], Sequence[int]]
 """step -> the indices that this replica is expected to ask for in it, in that order; may change between calls"""
-
-
-class WorkerLost(RecoverError):
-    """A data loader's worker process died."""
 
 
 class Loader:

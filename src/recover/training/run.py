@@ -111,6 +111,8 @@ def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", pol
     """
     environment = Environment.read() if os.environ.get("RECOVER_COORDINATOR") else None
     chosen = find_policy(policy, replicas=environment.replicas if environment else 1, microbatches=microbatches)
+    if " at 0x" in repr(chosen):
+        raise ValueError(f"replicas compare policies by repr(), and {chosen!r} has none of its own: make it a frozen dataclass")
     options = Options(microbatches, seed, reduction, chosen, nonfinite, buffers, hash_every, bucket_bytes, first_bucket_bytes)
     if environment is not None and environment.world_size > 1:
         raise ValueError(f"WORLD_SIZE={environment.world_size}: replicas of several ranks are not possible in this version")
@@ -286,7 +288,9 @@ class Run:
         """The script's update of the step is done."""
         self.engine.injector.at("between", step.index)
         if self.options.hash_every and (step.index + 1) % self.options.hash_every == 0:
-            self.engine.publisher.complete(step.index, self.hash())
+            digest = self.hash()
+            self.engine.publisher.complete(step.index, digest)
+            self.engine.position.digest = f"{step.index}:{digest[:16]}"     # goes with the next fence: compared by all (I5)
 
     def hash(self) -> str:
         """SHA-256 over parameters, buffers, optimizer state and everything else that training depends on."""
