@@ -96,7 +96,7 @@ class Reference:
             gradient = flat([p.grad for p in self.model.parameters()])
             wide += gradient
             narrow += gradient
-            losses.append(float(loss))
+            losses.append(loss.item())
         return wide, narrow, losses
 
 

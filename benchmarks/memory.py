@@ -1,8 +1,9 @@
 """Gradient state in bytes per parameter: `python benchmarks/memory.py`.
 
 What a mode needs beside the parameters: buffers of local and reduced sums, `.grad`, transport. Each is measured in a
-process of its own, as growth of the resident anonymous memory over a baseline that has the parameters and has run one
-forward and backward already (then dropped its gradients). The optimizer is SGD without momentum, which keeps nothing;
+process of its own, as growth of the resident anonymous memory over a baseline that has the parameters, has run one
+forward and backward (then dropped its gradients), and a whole run of a tiny model (imports, threads, arenas: what does
+not grow with the parameters). The optimizer is SGD without momentum, which keeps nothing;
 activations are one row. `resident` is the highest sample, taken after each backward, after the sums and after the
 update; `peak` is the kernel's high-water mark over whole steps, so it has the temporary gradients of autograd, too;
 `accounted` are the buckets' own buffers.
@@ -68,8 +69,8 @@ def measure(kind: str, reduction: str, dtype: str, out: Path) -> None:
     import torch
     from torch import nn
 
-    import recover  # noqa: F401  (its import is part of the baseline)
-
+    work: Callable[..., int] = with_ddp if kind == "ddp" else with_recover
+    warm_up(work, reduction, out)
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())])
     model.to(getattr(torch, dtype))
@@ -79,9 +80,20 @@ def measure(kind: str, reduction: str, dtype: str, out: Path) -> None:
     optimizer.zero_grad()
     parameters = sum(p.numel() for p in model.parameters())
     meter = Meter()
-    work: Callable[..., int] = with_ddp if kind == "ddp" else with_recover
     accounted = work(model, optimizer, x, meter, reduction, out)
     out.write_text(json.dumps(meter.figures(parameters, accounted)))
+
+
+def warm_up(work: Callable[..., int], reduction: str, out: Path) -> None:
+    """The same with a tiny model, and without the others."""
+    import torch
+
+    names = [name for name in os.environ if name.startswith("RECOVER_")]
+    kept = {name: os.environ.pop(name) for name in names}
+    model = torch.nn.Linear(8, 8)
+    work(model, torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False), torch.randn(1, 8), Meter(), reduction,
+         out.with_name("warm-up"))
+    os.environ |= kept
 
 
 def with_ddp(model: Any, optimizer: Any, x: Any, meter: Meter, reduction: str, out: Path) -> int:

@@ -65,7 +65,9 @@ def serve() -> None:
 
     import recover.training.run  # noqa: F401 - what every rank would import
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    warm = torch.nn.Parameter(torch.zeros(1))                       # a first optimizer imports for a second
+    warm.grad = torch.zeros(1)
+    torch.optim.AdamW([warm]).step()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
     wake_in, wake_out = os.pipe()
     os.set_blocking(wake_out, False)

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import recover
 from recover.protocol import requests as ask
-from recover.training.sampling import seed_everything
+from recover.training.sampling import Sampler, Samples, seed_everything
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
 TEXT = torch.randint(0, VOCABULARY, (4096, LENGTH + 1), generator=torch.Generator().manual_seed(5))
@@ -22,8 +22,8 @@ DEFAULTS: dict[str, Any] = dict(
     steps=30, microbatches=12, seed=3, reduction="exact", hash_every=1, policy="balanced", nonfinite="raise",
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
-    unused=False, forget=None)
-"""spike: [step, index] whose loss is NaN. linger: seconds before each microbatch. forget: {"step", "buckets"}: see
+    unused=False, forget=None, late=0.0)
+"""spike: [step, index] whose loss is NaN. linger: seconds before each microbatch; late: before the last update. forget: {"step", "buckets"}: see
 `forgetful`. order, width: what makes a model that does not fit the others'."""
 
 
@@ -44,10 +44,13 @@ class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 class Tiny(nn.Module):
-    """Five layers in seven parameters; with buckets of 4 KB there are four or more of them."""
+    """Eight parameters in at least four buckets of 6 KB."""
 
-    def __init__(self, width: int = WIDTH, tied: bool = False, batch_norm: bool = False, order: str = "usual") -> None:
+    def __init__(self, width: int = WIDTH, tied: bool = False, batch_norm: bool = False, order: str = "usual",
+                 unused: bool = False) -> None:
         super().__init__()
+        if unused:
+            self.unused = nn.Linear(width, width)
         if order == "usual":
             self.embedding = nn.Embedding(VOCABULARY, width)
         self.up = nn.Linear(width, 3 * width)
@@ -72,7 +75,7 @@ class Setup:
     def __init__(self, script: Script) -> None:
         self.s = s = DEFAULTS | script.settings
         torch.manual_seed(s.get("init", 11))
-        self.model = Tiny(s["width"], s["tied"], s["batch_norm"], s["order"])
+        self.model = Tiny(s["width"], s["tied"], s["batch_norm"], s["order"], s["unused"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / math.sqrt(n + 1))
 
@@ -145,7 +148,8 @@ def train(script: Script) -> None:
             zero(setup, "before")
             for microbatch in step:
                 script.say("microbatch", step=microbatch.step, index=microbatch.index)
-                time.sleep(setup.s["linger"])
+                if setup.s["linger"]:
+                    time.sleep(setup.s["linger"])
                 zero(setup, "inside")
                 loss, weight = setup.loss(microbatch)
                 zero(setup, "inside")
@@ -157,6 +161,8 @@ def train(script: Script) -> None:
                 zero(setup, "inside")
             if setup.s["reference"] and not step.skipped:
                 script.say("error", step=step.index, relative=setup.reference_error(run, step))
+            if setup.s["late"] and step.index == setup.s["steps"] - 1:
+                time.sleep(setup.s["late"])
             if setup.s["clip"]:
                 clip_grad_norm_(setup.model.parameters(), 0.5)
             setup.optimizer.step()
@@ -164,7 +170,40 @@ def train(script: Script) -> None:
             zero(setup, "after")
             script.say("step", step=step.index, loss=step.loss.hex(), metrics=step.metrics, skipped=step.skipped,
                        buckets=run.sums.gradient_count, leader=run.is_leader)
-    script.say("done")
+    script.say("done", cpu=time.process_time())
+
+
+# ---------------------------------------------------------------- for comparison
+
+def plain_loop(script: Script) -> None:
+    """What the run must be like, without it: one process, the same samples and random states."""
+    setup = Setup(script)
+    s = setup.s
+    setup.data = Samples(Tokens(s["data_length"]), Sampler(s["data_length"], s["seed"], s["microbatches"], BATCH))
+    for step in range(s["steps"]):
+        losses = []
+        for index in range(s["microbatches"]):
+            seed_everything(s["seed"], step, index)
+            loss, _ = setup.loss(recover.Microbatch(step, index))
+            (loss / s["microbatches"]).backward()
+            losses.append(float(loss))
+        clip_grad_norm_(setup.model.parameters(), 0.5)
+        setup.optimizer.step()
+        setup.scheduler.step()
+        setup.optimizer.zero_grad()
+        script.say("step", step=step, loss=(math.fsum(losses) / len(losses)).hex())
+
+
+def loses_one(script: Script) -> None:
+    """One microbatch of each step counts half."""
+    setup = Setup(script)
+    with setup.join() as run:
+        for step in run.steps(setup.s["steps"]):
+            for microbatch in step:
+                loss, _ = setup.loss(microbatch)
+                step.backward(loss * 0.5 if microbatch.index == 5 else loss)
+            script.say("error", step=step.index, relative=setup.reference_error(run, step))
+            setup.optimizer.step()
 
 
 # ---------------------------------------------------------------- scripts that do it wrong

@@ -375,6 +375,20 @@ def test_a_view_that_is_over_is_abandoned(name):
     backend.close()
 
 
+def test_the_faster_one_waits_for_one_that_only_knows_that_the_old_view_is_over(name):
+    backends = {m: make(name) for m in range(2)}
+    view = view_of({m: b.endpoint for m, b in backends.items()}, 5)
+    backends[0].abandon(view.id)
+
+    def late():
+        time.sleep(0.2)
+        return backends[0].form(view, 0, 0, PATIENCE).members
+    results = together({0: late, 1: lambda: backends[1].form(view, 0, 1, PATIENCE).members})
+    assert results == {0: (0, 1), 1: (0, 1)}
+    for backend in backends.values():
+        backend.close()
+
+
 def test_the_faster_one_waits_for_the_slower(name):
     """Whichever enters a view first, and while the other still is in the view before."""
     with ranks(2, name) as cluster:

@@ -4,6 +4,7 @@ import re
 import socket
 import struct
 import threading
+import time
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ def impostor(backend, frame):
         0: lambda: backend.form(view, 0, 0, PATIENCE),
         1: lambda: socks.append(greet(backend.endpoint, Hello("test", view.id, 0, 1, 0)))})
     work = formed[0].gather(1, b"")
+    read(socks[0], len(frames.pack_post(VIEW, 1, frames.Post(frames.What.GATHER, 1, 0, 0))))    # it has started
     socks[0].sendall(frame)
     with pytest.raises(PeerLost) as caught:
         work.wait(PATIENCE)
@@ -62,7 +64,7 @@ def impostor(backend, frame):
 VIEW = (0, 1)
 
 
-@pytest.mark.parametrize(("frame", "reason"), [
+@pytest.mark.parametrize(("frame", "reason"), ids=lambda value: value if isinstance(value, str) else "", argvalues=[
     (frames.pack((0, 0), Kind.ALIVE), r"frame of view \(0, 0\) in view \(0, 1\)"),
     (frames.pack(VIEW, Kind.DATA, 1 << 31), "no member sends that"),
     (frames.pack(VIEW, Kind.DATA, 100, op=5), "not started here"),
@@ -134,14 +136,29 @@ def test_another_token_and_another_run_do_not_meet(caplog):
 
 
 @pytest.mark.parametrize("hello", [
-    Hello("test", (0, 0), 0, 1, 0), Hello("test", (0, 1), 0, 1, 0), Hello("test", (0, 1), 1, 1, 0),
-    Hello("test", (0, 1), 0, 1, 7), Hello("test", (0, 1), 0, 9, 0)])
+    Hello("test", (0, 2), 0, 1, 0), Hello("test", (0, 3), 1, 1, 0), Hello("test", (0, 3), 0, 1, 7),
+    Hello("test", (0, 3), 0, 9, 0), Hello("test", (0, 3), 0, 0, 0)])
 def test_a_member_of_an_old_view_or_in_the_wrong_place_is_dropped(hello):
-    """It knows the token, but the view is formed (or over), or it means someone else."""
-    with ranks(2) as cluster:
-        with pytest.raises(OSError, match=r"closed|reset"):
-            greet(cluster.backends[0].endpoint, hello)
-        assert set(cluster.each(lambda me, group: len(group.gather(1, b"").wait(PATIENCE))).values()) == {2}
+    """It knows the token, but means another view, position or member than the rank that waits for its peer."""
+    backend, right = make(), Hello("test", (0, 3), 0, 1, 0)
+    view = view_of({0: backend.endpoint, 1: backend.endpoint}, 3)
+    forming = threading.Thread(target=lambda: backend.form(view, 0, 0, PATIENCE))
+    forming.start()
+    for _ in range(1000):                               # until it has begun: only then it knows what to refuse
+        if backend._newest == (0, 3):
+            break
+        time.sleep(0.01)
+    with pytest.raises(OSError, match=r"closed|reset"):
+        greet(backend.endpoint, hello)
+    assert forming.is_alive()
+    sock = greet(backend.endpoint, right)
+    forming.join(PATIENCE)
+    assert not forming.is_alive()
+    with pytest.raises(OSError, match=r"closed|reset"):  # formed: nobody takes the place of a member
+        greet(backend.endpoint, right)
+    assert backend._engine.lost is None
+    sock.close()
+    backend.close()
 
 
 def test_early_ones_wait_in_bounded_number(monkeypatch):

@@ -76,6 +76,23 @@ def test_a_suspicion_gives_a_view_of_the_same_members(host: Host) -> None:
         assert stats["view"] == (0, 2)
 
 
+def test_a_death_and_its_suspicion_are_one_view() -> None:
+    host = Host(3)
+    with formed(host.address, 3) as members:
+        places = {place: connection for connection, place in host.registrar.where.items()}
+
+        def both() -> None:
+            host.server.heard(places[0, 0], wire.Suspect((0, 1), "reset", 2))           # the suspicion is heard first
+            host.registrar.gone(places[2, 0], "eof", "closed")
+
+        host._loop.call_soon_threadsafe(both)
+        assert newer(members[:2], (0, 1)).members == (0, 1)
+        members[0].stats()
+        cut(members[1])
+        assert members[0].wait_view((0, 2), SOON).id == (0, 3)
+    host.close()
+
+
 def test_a_late_joiner_is_let_in_and_a_dead_one_replaced(host: Host) -> None:
     with formed(host.address, 2) as members:
         joiner = make(host.address, 2)
@@ -300,8 +317,8 @@ def test_a_silent_member_is_lost_and_told_so_when_it_speaks_again() -> None:
 def test_a_member_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     from recover.membership import connection
     monkeypatch.setattr(connection, "MAX_QUEUE", 1 << 20)
-    host = Host(2)
-    with formed(host.address, 2) as members:
+    host = Host(2, timeout=60.0)                            # silence does not come into it
+    with formed(host.address, 2, timeout=60.0) as members:
         released = threading.Event()
         members[1]._keeper.post(lambda: released.wait(SOON) and None)
         victim = next(c for c, place in host.registrar.where.items() if place == (1, 0))

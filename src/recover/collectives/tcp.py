@@ -130,7 +130,8 @@ class TcpBackend(Backend):
         self._pid = os.getpid()
         self._scratch = Scratch()
         self._engine: Engine | None = None              # of the newest view
-        self._newest: ViewId = NO_VIEW                  # views before this one are over
+        self._newest: ViewId = NO_VIEW                  # views before this one are over ...
+        self._entered: ViewId = NO_VIEW                 # ... and this one was entered last
         self._position = -1
         self._parked: dict[tuple[ViewId, int, int], tuple[Hello, socket.socket]] = {}
         self._dials: list[Dial] = []
@@ -196,7 +197,8 @@ class TcpBackend(Backend):
             engine.fail(PeerLost(f"view {engine.view} is over: there is {self._newest}"), ours=True)
         if engine.lost is not None:
             return
-        self._newest, self._position = engine.view, position
+        self._newest = max(self._newest, engine.view)
+        self._entered, self._position = engine.view, position
         engine.begin()
         for key, (hello, sock) in list(self._parked.items()):
             if key[0] <= engine.view:
@@ -234,7 +236,7 @@ class TcpBackend(Backend):
             raise WireError(f"it comes from view {hello.view}, this rank is in {self._newest}")
 
     def _proven(self, hello: Hello, sock: socket.socket) -> None:
-        if hello.view <= self._newest:
+        if hello.view <= self._entered:
             self._welcome(hello, sock)
             return
         key = (hello.view, hello.position, hello.caller)

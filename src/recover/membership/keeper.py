@@ -111,6 +111,7 @@ class Keeper:
         beating = asyncio.create_task(self._beat())
         try:
             await self._keep_connected()
+            await asyncio.sleep(0)                      # what was posted before the owner was over goes first
             if self.link is not None:
                 await self.link.part(self._patience)
         finally:

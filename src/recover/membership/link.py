@@ -38,6 +38,7 @@ class Link(asyncio.Protocol):
         self._caller = caller
         self._decoder: wire.Decoder[wire.FromCoordinator] | None = None
         self._transport: asyncio.Transport | None = None
+        self._parting = False
         self._loop = asyncio.get_running_loop()
         self.address = show_address(*address)
         self.opened: asyncio.Future[None] = self._loop.create_future()
@@ -96,12 +97,13 @@ class Link(asyncio.Protocol):
         self._write(wire.encode(message))
 
     def _write(self, data: bytes) -> None:
-        if data and self._transport and not self._transport.is_closing():
+        if data and self._transport and not self._transport.is_closing() and not self._parting:
             self._transport.write(data)
 
     async def part(self, seconds: float) -> None:
         """Send what is left, say that no more comes, and see the other side close; abort when that takes too long."""
         if self._transport and not self._transport.is_closing():
+            self._parting = True
             with contextlib.suppress(OSError):          # the other side is gone already
                 self._transport.write_eof()
             await asyncio.wait([self.closed], timeout=seconds)

@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 
 from recover import collectives, events
 from recover.config import Environment, Timeouts
-from recover.errors import Evicted, NotFinite, RecoverError
+from recover.errors import Evicted, NotFinite
 from recover.faults.injector import injector_for
 from recover.gradients.buffers import BufferWatch
 from recover.gradients.buffers import Policy as BufferPolicy
@@ -40,7 +40,7 @@ from recover.training.managed import Managed
 from recover.training.metrics import Metrics
 from recover.training.sampling import MapDataset, Sampler, Samples
 from recover.training.solo import Solo
-from recover.training.step import Step
+from recover.training.step import FAILURES, Step
 from recover.training.sums import Sums
 from recover.workload import Policy
 from recover.workload import policy as find_policy
@@ -234,11 +234,8 @@ class Run:
                     raise RuntimeError(f"the loop over the microbatches of step {step.index} was left early: every microbatch "
                                        "that `for microbatch in step` hands out must be computed")
                 self._updated(step)
-        except Evicted as evicted:
-            self._end("evicted", str(evicted))
-            raise
-        except (RecoverError, RuntimeError, ValueError, AssertionError) as failed:
-            self._end("failed", f"{type(failed).__name__}: {failed}")
+        except FAILURES as error:
+            self.failed(error)
             raise
         self._end("finished")
 
@@ -344,6 +341,13 @@ class Run:
         if self.engine.group is not None:
             self.engine.group.sever()                   # type: ignore[attr-defined]
 
+    def failed(self, error: BaseException) -> None:
+        """This rank's part ends with an error, ours or the script's: the others hear at once that it is gone."""
+        if isinstance(error, Evicted):
+            self._end("evicted", str(error))
+        else:
+            self._end("failed", f"{type(error).__name__}: {error}")
+
     def _end(self, status: Literal["finished", "left", "evicted", "failed"], message: str = "") -> None:
         if self._ended:
             return
@@ -374,6 +378,8 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and self._started:      # else it was told to stop
+            self.failed(error)
         self.close()
 
 

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from recover.errors import RecoverError
 from recover.gradients.buckets import Entry
 from recover.protocol import requests as ask
 from recover.training.sampling import Microbatch, seed_everything
 
 if TYPE_CHECKING:
     from recover.training.run import Run
+
+FAILURES = (RecoverError, RuntimeError, ValueError, AssertionError)
+"""What the loops over steps and microbatches raise."""
 
 
 class Step:
@@ -43,6 +47,14 @@ class Step:
         if self._entered:
             raise RuntimeError(f"the microbatches of step {self.index} were handed out already: loop over a step once")
         self._entered = True
+        run = self._run
+        try:
+            yield from self._turns()
+        except FAILURES as error:                       # the script may end without asking `run.steps` again
+            run.failed(error)
+            raise
+
+    def _turns(self) -> Iterator[Microbatch]:
         run = self._run
         run.in_loop = True
         try:
