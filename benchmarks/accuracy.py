@@ -30,6 +30,7 @@ BAR = 1e-6
 def build() -> tuple[Any, Any]:
     """(model, dataset)"""
     import torch
+
     from model import GPT, Config
     from text import load
 
@@ -41,9 +42,9 @@ def build() -> tuple[Any, Any]:
 def train(out: Path) -> None:
     """A rank: keeps parameters, gradient and losses of every step."""
     import torch
-    from model import loss_fn
 
     import recover
+    from model import loss_fn
 
     model, dataset = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -78,8 +79,8 @@ class Reference:
     def step(self, step: int, before: list[Any]) -> tuple[Any, Any, list[float]]:
         """(float64 sum, float32 sum, losses) over all microbatches of a step; sums are flat."""
         import torch
-        from model import loss_fn
 
+        from model import loss_fn
         from recover.training.sampling import Microbatch, seed_everything
 
         with torch.no_grad():
@@ -139,7 +140,8 @@ def main() -> int:
         with common.Launch(__file__, work, replicas=REPLICAS, plan=plan) as run:
             run.wait()
         rows = compare(work)
-    common.show("relative error of the gradient that the script gets", ("step", "killed at", "replicas", "error", "plain float32"),
+    common.show("relative error of the gradient that the script gets",
+                ("step", "killed at", "replicas", "error", "plain float32"),
                 [(r["step"], r["killed_at"], r["replicas"], f"{r['error']:.2e}", f"{r['plain']:.2e}") for r in rows])
     met = all(row["error"] <= BAR and row["equal_bits"] for row in rows)
     if not options.no_record:

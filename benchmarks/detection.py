@@ -15,15 +15,24 @@ What is left out is only time in which a survivor was in the script's code *afte
 are recomputed and buckets that are redone come afterwards and are not in it: they are work.
 
 The moments are taken by wrapping the engine's methods in the ranks (`Probe`); nothing else is changed.
+
+Two figures say what the machine has to do with it. `wake-up delay` is how late a sleeping process gets a processor. And
+`threads dead` is when the kernel has ended the first thread of the victim: two threads of each rank hold a connection
+that is in no descriptor table but their own (`close_range` with `CLOSE_RANGE_UNSHARE`), hence is closed as soon as that thread ends. The
+connections that matter are in the table of the process, which is closed only when its memory has been taken down.
 """
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
+import selectors
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +77,53 @@ class Probe:
         os.write(self.file, json.dumps({"t": time.monotonic_ns(), "what": what, "said": said}).encode() + b"\n")
 
 
-def train(steps: int, burn: float) -> None:
+def hold_lifelines(port: int, replica: int) -> None:
+    """Two threads, each with a connection to the driver that nobody else in this process has."""
+    def hold() -> None:
+        if ctypes.CDLL(None).close_range(3, ctypes.c_uint(-1), 2) == 0:         # CLOSE_RANGE_UNSHARE: keeps no copies
+            with socket.create_connection(("127.0.0.1", port)) as line:
+                line.sendall(bytes([replica]))
+                line.recv(1)
+
+    for _ in range(2):
+        threading.Thread(target=hold, daemon=True).start()
+
+
+class Lifelines:
+    """The driver's ends: `ended[replica]` is when the first of its two was closed (monotonic nanoseconds)."""
+
+    def __init__(self) -> None:
+        self.ended: dict[int, int] = {}
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self.listener.getsockname()[1])
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self.listener, selectors.EVENT_READ)
+        replicas: dict[socket.socket, int] = {}
+        while True:
+            for key, _ in selector.select():
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                if sock is self.listener:
+                    selector.register(sock.accept()[0], selectors.EVENT_READ)
+                elif data := receive(sock):
+                    replicas[sock] = data[0]
+                else:
+                    self.ended.setdefault(replicas.get(sock, -1), time.monotonic_ns())
+                    selector.unregister(sock)
+                    sock.close()
+
+
+def receive(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(1)
+    except OSError:
+        return b""
+
+
+def train(steps: int, burn: float, lifelines: int) -> None:
     """A rank: a small model, and data that costs its loader's workers `burn` seconds of processor time an item."""
     import torch
     from torch import nn
@@ -91,6 +146,7 @@ def train(steps: int, burn: float) -> None:
     run = recover.join(microbatches=MICROBATCHES, bucket_bytes=1 << 20, first_bucket_bytes=1 << 18)
     run.manage(model, optimizer)
     data = run.loader(Costly(), batch_size=4, num_workers=WORKERS)
+    hold_lifelines(lifelines, run.replica)
     probe = None
     with run:
         for step in run.steps(steps):
@@ -159,24 +215,24 @@ def coordinator_moments(directory: Path, kill: Kill, until: int) -> dict[str, fl
 
 # ---------------------------------------------------------------- runs
 
-def planned(directory: Path, places: list[str], dice: random.Random, burn: float) -> list[Kill]:
+def planned(directory: Path, places: list[str], dice: random.Random, ranks: list[str]) -> list[Kill]:
     """One run with kills at these places of a plan."""
     victims = dice.sample(range(REPLICAS), len(places))
     plan = "faults:\n" + "".join(f'  - {{replica: {v}, step: {3 + 3 * n}, place: "{p}", action: kill}}\n'
                                  for n, (v, p) in enumerate(zip(victims, places, strict=True)))
     with common.Launch(__file__, directory, replicas=REPLICAS, plan=plan,
-                       arguments=["--steps", str(6 + 3 * len(places)), "--burn", str(burn)]) as run:
+                       arguments=["--steps", str(6 + 3 * len(places)), *ranks]) as run:
         run.wait()
     offset = time.time_ns() - time.monotonic_ns()
     done = common.read_lines(directory / "faults-done.jsonl")
     return sorted((Kill(d["replica"], d["at"] - offset, d["place"]) for d in done), key=lambda kill: kill.at)
 
 
-def unplanned(directory: Path, dice: random.Random, burn: float) -> list[Kill]:
+def unplanned(directory: Path, dice: random.Random, ranks: list[str]) -> list[Kill]:
     """One run with kills from outside, at random moments."""
     kills: list[Kill] = []
     alive = list(range(REPLICAS))
-    with common.Launch(__file__, directory, replicas=REPLICAS, arguments=["--steps", "100000", "--burn", str(burn)]) as run:
+    with common.Launch(__file__, directory, replicas=REPLICAS, arguments=["--steps", "100000", *ranks]) as run:
         pids = common.wait_until(lambda: rank_pids(directory), f"all ranks start\n{run.said()}")
         for _ in range(KILLS):
             common.wait_until(lambda: at_work(directory, alive, len(kills)), "survivors commit")
@@ -203,7 +259,7 @@ def at_work(directory: Path, alive: list[int], kills: int) -> bool:
                for replica in alive)
 
 
-def measure(kills: list[Kill], directory: Path) -> list[dict[str, Any]]:
+def measure(kills: list[Kill], directory: Path, ended: dict[int, int]) -> list[dict[str, Any]]:
     """Figures of all kills of a run; ValueError if its receipts do not add up."""
     from recover.report.audit import audit
 
@@ -215,7 +271,8 @@ def measure(kills: list[Kill], directory: Path) -> list[dict[str, Any]]:
         alive.remove(kill.victim)
         until = following.at if following else 1 << 63
         figures.append(analyse(kill, sorted(alive), until, directory)
-                       | {"coordinator": coordinator_moments(directory, kill, until)})
+                       | {"threads_dead": (ended[kill.victim] - kill.at) / 1e6,
+                          "coordinator": coordinator_moments(directory, kill, until)})
     return figures
 
 
@@ -225,20 +282,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--burn", type=float, default=0.004, help="seconds of processor time per item in the workers")
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--lifelines", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     if common.inside():
-        train(options.steps, options.burn)
+        train(options.steps, options.burn, options.lifelines)
         return 0
     dice, figures = random.Random(options.seed), []
     places = [PLACES[n % len(PLACES)] for n in range(KILLS * options.runs)]
     with common.Noise() as noise, common.workdir() as work:
         for n in range(options.runs):
             for kind in ("planned", "random"):
-                directory = work / f"{kind}-{n}"
-                kills = planned(directory, places[KILLS * n:KILLS * (n + 1)], dice, options.burn) \
-                    if kind == "planned" else unplanned(directory, dice, options.burn)
-                figures += measure(kills, directory)
+                directory, lifelines = work / f"{kind}-{n}", Lifelines()
+                ranks = ["--burn", str(options.burn), "--lifelines", str(lifelines.port)]
+                kills = planned(directory, places[KILLS * n:KILLS * (n + 1)], dice, ranks) \
+                    if kind == "planned" else unplanned(directory, dice, ranks)
+                figures += measure(kills, directory, lifelines.ended)
                 print(f"{kind} run {n}: " + ", ".join(f"{f['place']} {f['total']:.0f} ms" for f in figures[-KILLS:]), flush=True)
     totals = common.summary([f["total"] for f in figures])
     report(figures, totals)
@@ -262,7 +321,8 @@ def report(figures: list[dict[str, Any]], totals: dict[str, float]) -> None:
         last = max(f["timeline"].values(), key=lambda m: float(m["free"]))
         return float(last[end] - last[start])
 
-    rows = [("first evidence (any survivor)", *figure(lambda f: f["first_evidence"])),
+    rows = [("threads dead (see the text above)", *figure(lambda f: f["threads_dead"])),
+            ("first evidence (any survivor)", *figure(lambda f: f["first_evidence"])),
             ("detection (all survivors)", *figure(lambda f: f["detection"])),
             ("  halt (revoke, join)", *figure(lambda f: longest(f, "halt", "halt.end"))),
             ("  view and exchange", *figure(lambda f: longest(f, "exchange", "exchange.end"))),

@@ -23,8 +23,8 @@ DEFAULTS: dict[str, Any] = dict(
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
     unused=False, forget=None, late=0.0)
-"""spike: [step, index] whose loss is NaN. linger: seconds before each microbatch; late: before the last update. forget: {"step", "buckets"}: see
-`forgetful`. order, width: what makes a model that does not fit the others'."""
+"""spike: [step, index] whose loss is NaN. linger: seconds before each microbatch; late: before the last update.
+forget: {"step", "buckets"}: see `forgetful`. order, width: what makes a model that does not fit the others'."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -138,6 +138,15 @@ def zero(setup: Setup, place: str) -> None:
         setup.optimizer.zero_grad(set_to_none=setup.s["set_to_none"])
 
 
+def update(setup: Setup) -> None:
+    """What comes after the inner loop."""
+    if setup.s["clip"]:
+        clip_grad_norm_(setup.model.parameters(), 0.05)
+    setup.optimizer.step()
+    setup.scheduler.step()
+    zero(setup, "after")
+
+
 def train(script: Script) -> None:
     """The loop. Says each microbatch that was handed out, and each step's loss and metrics."""
     setup = Setup(script)
@@ -163,11 +172,7 @@ def train(script: Script) -> None:
                 script.say("error", step=step.index, relative=setup.reference_error(run, step))
             if setup.s["late"] and step.index == setup.s["steps"] - 1:
                 time.sleep(setup.s["late"])
-            if setup.s["clip"]:
-                clip_grad_norm_(setup.model.parameters(), 0.5)
-            setup.optimizer.step()
-            setup.scheduler.step()
-            zero(setup, "after")
+            update(setup)
             script.say("step", step=step.index, loss=step.loss.hex(), metrics=step.metrics, skipped=step.skipped,
                        buckets=run.sums.gradient_count, leader=run.is_leader)
     script.say("done", cpu=time.process_time())
@@ -186,11 +191,8 @@ def plain_loop(script: Script) -> None:
             seed_everything(s["seed"], step, index)
             loss, _ = setup.loss(recover.Microbatch(step, index))
             (loss / s["microbatches"]).backward()
-            losses.append(float(loss))
-        clip_grad_norm_(setup.model.parameters(), 0.5)
-        setup.optimizer.step()
-        setup.scheduler.step()
-        setup.optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        update(setup)
         script.say("step", step=step, loss=(math.fsum(losses) / len(losses)).hex())
 
 
@@ -203,7 +205,7 @@ def loses_one(script: Script) -> None:
                 loss, _ = setup.loss(microbatch)
                 step.backward(loss * 0.5 if microbatch.index == 5 else loss)
             script.say("error", step=step.index, relative=setup.reference_error(run, step))
-            setup.optimizer.step()
+            update(setup)
 
 
 # ---------------------------------------------------------------- scripts that do it wrong
@@ -216,7 +218,7 @@ def leaves_early(script: Script) -> None:
                 step.backward(setup.loss(microbatch)[0])
                 if step.index == 2:
                     break
-            setup.optimizer.step()
+            update(setup)
 
 
 def steps_inside(script: Script) -> None:
@@ -234,7 +236,7 @@ def bare_backward(script: Script) -> None:
         for step in run.steps(setup.s["steps"]):
             for microbatch in step:
                 setup.loss(microbatch)[0].backward()
-            setup.optimizer.step()
+            update(setup)
 
 
 def forgets_backward(script: Script) -> None:
@@ -244,7 +246,7 @@ def forgets_backward(script: Script) -> None:
             for microbatch in step:
                 if microbatch.index % 4 != 1:
                     step.backward(setup.loss(microbatch)[0])
-            setup.optimizer.step()
+            update(setup)
 
 
 def stops_early(script: Script) -> None:
@@ -254,7 +256,7 @@ def stops_early(script: Script) -> None:
         for step in run.steps(setup.s["steps"]):
             for microbatch in step:
                 step.backward(setup.loss(microbatch)[0])
-            setup.optimizer.step()
+            update(setup)
             if step.index == 2:
                 return
 
@@ -266,6 +268,6 @@ def fails(script: Script) -> None:
         for step in run.steps(setup.s["steps"]):
             for microbatch in step:
                 step.backward(setup.loss(microbatch)[0])
-            setup.optimizer.step()
+            update(setup)
             if step.index == 2:
                 raise KeyError("no such batch")

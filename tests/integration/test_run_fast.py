@@ -33,7 +33,7 @@ def test_without_failures(tmp_path, replicas):
     [fault(1, 3, "reduce:0"), fault(2, 3, "recompute")],
     [fault(1, 3, "reduce:2"), fault(2, 3, "redo")],
     [fault(0, 2, "complete"), fault(1, 4, "fence"), fault(3, 5, "optimizer")],
-    [fault(1, 2, "between"), fault(2, 6, "exchange"), fault(0, 6, "reduce:4")],
+    [fault(1, 2, "between"), fault(2, 6, "exchange"), fault(0, 6, "reduce:1")],
 ], ids=lambda plan: ", ".join(f"{f['place']} {f['step']}" for f in plan))
 def test_in_steps_with_failures(tmp_path, plan):
     result = run(tmp_path, TRAIN, 4, plan=plan, settings=SETTINGS)

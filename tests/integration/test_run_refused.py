@@ -20,7 +20,8 @@ STEPS = 5
 
 def refused(tmp_path, replicas=2, script=TRAIN, settings=None, **options):
     """A run in which no replica gets to the end; what each said."""
-    result = run(tmp_path, script, replicas, settings=dict(steps=STEPS) | (settings or {}), expect_dead=range(replicas), **options)
+    settings = dict(steps=STEPS) | (settings or {})
+    result = run(tmp_path, script, replicas, settings=settings, expect_dead=range(replicas), **options)
     assert all(rank.code == 1 for rank in result.ranks.values()), result.show()
     return [rank.output for rank in result.ranks.values()]
 

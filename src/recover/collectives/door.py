@@ -26,10 +26,19 @@ Failed = Callable[[str], None]
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for small frames, and no buffer sizes: naming one would switch off the kernel's own tuning, which goes
-    further than what it lets a program ask for (and 4 MiB were not measurably faster on loopback)."""
+    """A connected socket: no delay for small frames; within one host no pacing of bursts.
+
+    No buffer sizes: naming one would switch off the kernel's own tuning, which goes further than what it lets a program
+    ask for (and 4 MiB were not faster on loopback). Pacing (bbr, where that is the system's choice) is made for long
+    ways: between two processes of one host it made 40 MB take 43 ms instead of 29.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    try:
+        if sock.getpeername()[0] == sock.getsockname()[0]:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+    except OSError:                                     # gone already, or no such choice here: only speed is at stake
+        pass
 
 
 class Exchange:
@@ -101,7 +110,6 @@ class Dial:
         self._loop, self._failed = loop, failed
         self._sock = forks.open_socket(where[0])
         self._sock.setblocking(False)
-        tune(self._sock)
         self._exchange = Exchange(loop, self._sock, talk, proven, failed)
         self._over = False
         code = self._sock.connect_ex(where[1])
@@ -120,6 +128,7 @@ class Dial:
         if code:
             self._refused(code)
         else:
+            tune(self._sock)
             self._exchange.begin()
 
     def _refused(self, code: int) -> None:

@@ -14,7 +14,6 @@ of a committed step. Everything is decided in `protocol/`; here it is carried ou
 """
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -22,12 +21,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-import torch
 
 from recover import events
 from recover.collectives.contract import Backend, Group, Work
 from recover.config import Timeouts
-from recover.errors import CoordinatorLost, Evicted, JoinRefused, PeerLost, ViewChanged
+from recover.errors import CoordinatorLost, Evicted, JoinRefused, PeerLost, Stopped, ViewChanged
 from recover.faults.injector import Injector
 from recover.gradients.buckets import Entry
 from recover.gradients.layout import Learned
@@ -35,6 +33,7 @@ from recover.protocol import requests as ask
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import NO_VIEW, Report, Speed, View
 from recover.protocol.position import Position
+from recover.training import forming
 from recover.training.managed import Managed
 from recover.training.numbers import Kind, number
 from recover.training.recovery import Publisher, Recovery
@@ -45,11 +44,6 @@ log = logging.getLogger("recover.training")
 REPORTS = msgspec.msgpack.Decoder(Report)
 SPEEDS = msgspec.msgpack.Decoder(Speed)
 ENCODER = msgspec.msgpack.Encoder()
-
-
-def short_digest(text: str) -> bytes:
-    """8 bytes."""
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 class Engine:
@@ -217,37 +211,14 @@ class Engine:
         return self.sums.count
 
     def form(self, request: ask.Form) -> bool:
-        """Compare the models, then take over the first parameters of `root`, out of place: a torn copy is never used."""
         assert self.group is not None
+        signatures = [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
         try:
-            self.compare()
-            values = self.managed.first_values()
-            staged = [value.clone() for value in values]
-            self.group.broadcast(number(Kind.FORM, -1), staged, request.root).wait()
+            forming.compare(self.group, signatures, self.timeouts.drain)
+            forming.take_over(self.group, self.managed.first_values(), request.root)
         except PeerLost:
             return False
-        if request.root != self.position.me:
-            with torch.no_grad():
-                for value, new in zip(values, staged, strict=True):
-                    value.copy_(new)
         return True
-
-    def compare(self) -> None:
-        """Models must be alike. Raises ValueError that names the first difference, on every replica."""
-        assert self.group is not None
-        mine = [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
-        for start in range(0, max(1, len(mine)), 4096):
-            part = mine[start:start + 4096]
-            sums = b"".join(short_digest(text) for text in (*part, str(len(mine))))
-            given = self.group.gather(number(Kind.COMPARE, 0, start // 4096), sums).wait()
-            if len(set(given.values())) == 1:
-                continue
-            length = min(map(len, given.values())) // 8
-            differs = next((n for n in range(length) if len({g[8 * n:8 * n + 8] for g in given.values()}) > 1), length)
-            text = part[differs] if differs < len(part) else f"{len(mine)} parameters and buffers"
-            said = self.group.gather(number(Kind.COMPARE, 1, start // 4096), text.encode()[:4096]).wait()
-            texts = ", ".join(f"replica {m} has {t.decode(errors='replace')!r}" for m, t in sorted(said.items()))
-            raise ValueError(f"the replicas' models differ at parameter or buffer {start + differs}: {texts}")
 
     def post_fence(self, request: ask.PostFence) -> None:
         if request.step >= 0:
@@ -261,7 +232,11 @@ class Engine:
         except PeerLost as loss:
             self.notice(loss)
             return None
-        return {m: SPEEDS.decode(said) for m, said in given.items()}
+        says = {m: SPEEDS.decode(said) for m, said in given.items()}
+        if len({said.digest for said in says.values() if said.digest}) > 1:     # the end of the run: let all hear of it
+            assert self.group is not None
+            forming.farewell(self.group, number(Kind.PART, 1), self.timeouts.drain)
+        return says
 
     def reduce(self, request: ask.Reduce) -> ask.Outcome:
         """Wait for every bucket; in `exact`, then for the coarse parts of those that need them (the same on all)."""
@@ -317,17 +292,10 @@ class Engine:
             self.part()
 
     def part(self) -> None:
-        """The finish line: close no connection before everyone has passed the last fence, or can't any more.
-
-        Whoever goes first would tear the fence of those who still wait for a third one's part of it. Should this fail,
-        then because someone has passed it and gone, or died: nothing that we need.
-        """
+        """The finish line. Whoever goes first would tear the fence of those who still wait for a third one's part of it."""
         self.parting = True
         assert self.group is not None
-        try:
-            self.group.gather(number(Kind.PART, 0), b"").wait(self.timeouts.drain)
-        except (PeerLost, TimeoutError) as early:
-            log.debug("not all passed the last fence: %s", early)
+        forming.farewell(self.group, number(Kind.PART, 0), self.timeouts.drain)
 
     # -- handlers: recovery -----------------------------------------------------------------------------------------
     def halt(self, request: ask.Halt) -> frozenset[int]:
@@ -371,6 +339,8 @@ class Engine:
                 log.warning("the coordinator is away, this recovery waits for it: %s", lost)
                 after = max(after, self.member.latest.id) if self.member.latest.id == NO_VIEW else after
                 continue
+            except TimeoutError as late:
+                raise Stopped(f"a recovery did not come to its end: {late}") from None
             reports = {m: REPORTS.decode(part) for m, part in answers.items()}
             if request.report.fresh and any(report.formed for report in reports.values()):
                 raise JoinRefused("this run is under way already; joining it later is not possible in this version")

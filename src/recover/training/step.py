@@ -78,6 +78,7 @@ class Step:
         seed_everything(self._run.seed, microbatch.step, microbatch.index)
         yield microbatch
         if not self._done:
+            self._run.sums.store.check()                # a bare loss.backward(), say
             raise RuntimeError(f"microbatch {microbatch.index} of step {microbatch.step} was handed out, but not given to "
                                "step.backward(loss): every microbatch must be (with weight=0 if it holds no tokens)")
         self._current = None
