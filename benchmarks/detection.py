@@ -18,8 +18,8 @@ The moments are taken by wrapping the engine's methods in the ranks (`Probe`); n
 
 Two figures say what the machine has to do with it. `wake-up delay` is how late a sleeping process gets a processor. And
 `threads dead` is when the kernel has ended the first thread of the victim: two threads of each rank hold a connection
-that is in no descriptor table but their own (`close_range` with `CLOSE_RANGE_UNSHARE`), hence is closed as soon as that thread ends. The
-connections that matter are in the table of the process, which is closed only when its memory has been taken down.
+that is in no descriptor table but their own (`close_range` with `CLOSE_RANGE_UNSHARE`), hence is closed as soon as that
+thread ends. Connections in the table of the process are closed only when its memory has been taken down.
 """
 from __future__ import annotations
 
