@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from typing import Any
 
@@ -22,9 +24,10 @@ DEFAULTS: dict[str, Any] = dict(
     steps=30, microbatches=12, seed=3, reduction="exact", hash_every=1, policy="balanced", nonfinite="raise",
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
-    unused=False, forget=None, late=0.0)
-"""spike: [step, index] whose loss is NaN. linger: seconds before each microbatch; late: before the last update.
-forget: {"step", "buckets"}: see `forgetful`. order, width: what makes a model that does not fit the others'."""
+    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None)
+"""spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
+microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
+"buckets"}: see `forgetful`. dies: "form" (see `dies_forming`). order, width: make a model that does not fit the others'."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -47,9 +50,10 @@ class Tiny(nn.Module):
     """Eight parameters in at least four buckets of 6 KB."""
 
     def __init__(self, width: int = WIDTH, tied: bool = False, batch_norm: bool = False, order: str = "usual",
-                 unused: bool = False) -> None:
+                 unused: int | None = None) -> None:
         super().__init__()
-        if unused:
+        self.wakes = unused
+        if unused is not None:
             self.unused = nn.Linear(width, width)
         if order == "usual":
             self.embedding = nn.Embedding(VOCABULARY, width)
@@ -63,9 +67,11 @@ class Tiny(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, length] int64 -> [batch * length, VOCABULARY] float32"""
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        """[batch, length] int64 -> [batch * length, VOCABULARY]"""
         h = self.embedding(x).flatten(0, 1)
+        if self.wakes is not None and step >= self.wakes:
+            h = h + self.unused(h)
         return self.head(h + self.down(self.dropout(torch.relu(self.norm(self.up(h))))))
 
 
@@ -76,6 +82,7 @@ class Setup:
         self.s = s = DEFAULTS | script.settings
         torch.manual_seed(s.get("init", 11))
         self.model = Tiny(s["width"], s["tied"], s["batch_norm"], s["order"], s["unused"])
+        self.model.to(getattr(torch, s["dtype"]))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / math.sqrt(n + 1))
 
@@ -95,11 +102,12 @@ class Setup:
 
     def loss(self, microbatch: recover.Microbatch) -> tuple[Tensor, float | None]:
         x, y = self.data[microbatch]
-        logits, wanted = self.model(x), y.flatten()
+        logits, wanted = self.model(x, microbatch.step), y.flatten()
         if self.s["spike"] == [microbatch.step, microbatch.index]:
             logits = logits * math.nan
         if not self.s["weighted"]:
-            return cross_entropy(logits, wanted), None
+            loss = cross_entropy(logits, wanted)
+            return loss * 1e9 if self.s["boost"] == [microbatch.step, microbatch.index] else loss, None
         count = self.tokens(microbatch)
         return cross_entropy(logits[:count], wanted[:count], reduction="sum"), float(count)
 
@@ -133,6 +141,16 @@ def forgetful(run: recover.Run, step: int, buckets: list[int]) -> None:
     run.engine.handlers[ask.Halt] = halted
 
 
+def dies_forming(run: recover.Run) -> None:
+    """Is killed after the first view was formed, before anything is computed."""
+    steps = run._start
+
+    def start(count: int) -> None:
+        steps(count)
+        run.engine.handlers[ask.Form] = lambda request: os.kill(os.getpid(), signal.SIGKILL)
+    run._start = start
+
+
 def zero(setup: Setup, place: str) -> None:
     if setup.s["zero_grad"] in (place, "everywhere"):
         setup.optimizer.zero_grad(set_to_none=setup.s["set_to_none"])
@@ -151,6 +169,8 @@ def train(script: Script) -> None:
     """The loop. Says each microbatch that was handed out, and each step's loss and metrics."""
     setup = Setup(script)
     with setup.join() as run:
+        if setup.s["dies"] == "form":
+            dies_forming(run)
         for step in run.steps(setup.s["steps"]):
             if setup.s["forget"] and step.index == 0:
                 forgetful(run, **setup.s["forget"])

@@ -357,6 +357,7 @@ def test_a_member_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch)
 def test_a_failure_free_run_sends_heartbeats_only() -> None:
     host = Host(2, timeout=0.2)
     with formed(host.address, 2, timeout=0.2) as members:
+        until(lambda: len(host.registrar.lifelines) == 4, "the lifelines are there")
         before = members[0].stats()
         enough = before["received"].get("Heartbeat", 0) + 20
         until(lambda: host.server.received["Heartbeat"] > enough, "heartbeats flow")

@@ -145,3 +145,19 @@ def test_first_values_are_those_of_the_first_replica(tmp_path, reference):
     result = run(tmp_path, TRAIN, 3, plan=[fault(1, 3, "compute:1")], settings={"steps": SHORT},
                  per_replica={1: {"settings": {"init": 77}}, 2: {"settings": {"init": 78}}})
     same(result, reference(SHORT), SHORT)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_death_before_the_first_parameters_are_everywhere(tmp_path, reference, victim):
+    result = run(tmp_path, TRAIN, 3, settings={"steps": SHORT}, expect_dead=[victim],
+                 per_replica={victim: {"settings": {"dies": "form"}}})
+    same(result, reference(SHORT), SHORT)
+    assert result.lost() == [victim]
+
+
+def test_slow_is_not_dead(tmp_path, reference):
+    """One replica takes longer for its part of a step than the failure timeout."""
+    result = run(tmp_path, TRAIN, 3, settings={"steps": 2}, failure_timeout=1.0, per_replica={1: {"settings": {"linger": 0.4}}})
+    same(result, reference(2), 2)
+    assert result.lost() == []
+    assert not result.recoveries()

@@ -77,8 +77,21 @@ def test_metrics_across_failures(tmp_path):
     assert expected[0]["thirds"] > 0
 
 
-def test_a_parameter_that_nothing_uses(tmp_path):
-    pair(tmp_path, unused=True)
+@pytest.mark.parametrize("used_from", [99, 1, 3])
+def test_a_parameter_that_nothing_uses_for_a_while(tmp_path, used_from):
+    pair(tmp_path, unused=used_from)
+
+
+@pytest.mark.parametrize("boost", [[0, 0], [1, 3], [3, 11], [3, 0]])
+def test_a_gradient_a_thousand_million_times_as_large(tmp_path, plain, boost):
+    """Where a bucket's exponent does not fit, coarse sums are reduced too: in steps with failures like in others."""
+    alone, _ = pair(tmp_path, boost=boost)
+    assert alone.hash != plain.hash
+
+
+def test_half_precision_parameters(tmp_path, plain):
+    alone, _ = pair(tmp_path, dtype="bfloat16")
+    assert alone.hash != plain.hash
 
 
 def test_losses_are_those_of_a_plain_loop(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "recover"
 
 TIERS = {
-    "errors": 0, "config": 0, "forks": 0,
+    "errors": 0, "config": 0, "forks": 0, "priority": 0,
     "protocol": 1, "workload": 1,
     "collectives": 2, "membership": 2,
     "gradients": 3, "parallel": 3,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from recover.membership import wire
-from recover.membership.registrar import Registrar
+from recover.membership.registrar import CLOSED, Registrar
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import Endpoint, View
 
@@ -427,3 +427,32 @@ def test_who_finishes_while_the_view_is_rebuilt_is_not_kept_in_it() -> None:
     for rank in ranks[1:]:
         rank.announce(registrar, old.core.view)
     assert ranks[1].views[-1].members == (1, 2)
+
+
+# -- lifelines ------------------------------------------------------------------------------------------------------
+def test_a_lifeline_ends_its_own_life_only() -> None:
+    registrar = Registrar(2, 1, 0)
+    zero, one = Rank(0).join(registrar), Rank(1).join(registrar)
+    present, former = Wire(), Wire()
+    registrar.lifeline(present, wire.Lifeline(1, 0, one.identity.life))
+    registrar.lifeline(former, wire.Lifeline(1, 0, "another life"))
+    broken = Wire()
+    registrar.lifeline(broken, wire.Lifeline(1, 0, one.identity.life))
+    registrar.gone(former, "eof", CLOSED)
+    registrar.gone(broken, "eof", "[Errno 104] Connection reset by peer")
+    assert [view.members for view in zero.views] == [(0, 1)]
+    registrar.gone(present, "eof", CLOSED)
+    assert [view.members for view in zero.views] == [(0, 1), (0,)]
+    assert not registrar.lifelines
+    one.die(registrar)                                      # its connection follows later: nothing more to say
+    assert len(zero.views) == 2
+
+
+def test_a_lifeline_that_ends_after_the_finish_is_no_loss() -> None:
+    registrar = Registrar(2, 1, 0)
+    zero, one = Rank(0).join(registrar), Rank(1).join(registrar)
+    line = Wire()
+    registrar.lifeline(line, wire.Lifeline(1, 0, one.identity.life))
+    registrar.finish(one.connection)
+    registrar.gone(line, "eof", CLOSED)
+    assert [view.members for view in zero.views] == [(0, 1)]

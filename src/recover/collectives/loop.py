@@ -19,6 +19,7 @@ from typing import Protocol
 
 from recover import forks
 from recover.errors import PeerLost
+from recover.priority import favour
 
 log = logging.getLogger("recover.collectives")
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -118,6 +119,7 @@ class Loop:
 
     # -- inside ------------------------------------------------------------------------------------------------------
     def _run(self) -> None:
+        favour()
         loss = PeerLost("the communication thread was closed")
         try:
             self._rounds()

@@ -22,6 +22,7 @@ from recover.config import Timeouts
 from recover.membership.address import parse_address, read_token, show_address
 from recover.membership.registrar import Registrar
 from recover.membership.server import Server
+from recover.priority import favour
 
 __all__ = ["Server", "main"]
 
@@ -94,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         token = read_token(options.token_file)
         sink = events.open_log(options.events, options.run_id, None, None, role="coordinator")
         raise_file_limit()
+        favour()
         return asyncio.run(serve(options, token, sink))
     except (ValueError, OSError) as error:
         print(f"coordinator: {error}", file=sys.stderr)

@@ -25,6 +25,7 @@ from recover.config import Timeouts
 from recover.membership import wire
 from recover.membership.handshake import Caller
 from recover.membership.link import Link, connect
+from recover.priority import favour
 
 log = logging.getLogger("recover.membership")
 
@@ -103,6 +104,7 @@ class Keeper:
             self._wake.set()
 
     def _run(self) -> None:
+        favour()
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:

@@ -29,6 +29,7 @@ from recover.membership import wire
 from recover.membership.address import parse_addresses
 from recover.membership.handshake import Caller
 from recover.membership.keeper import Keeper
+from recover.membership.lifeline import Lifelines
 from recover.membership.link import Link
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import NO_VIEW, Endpoint, Pending, View, ViewId
@@ -70,6 +71,8 @@ class Member:
         self._check_identity()
         self._keeper = Keeper(self, parse_addresses(environment.coordinator), timeouts,
                               lambda: Caller(token, environment.run_id))
+        self._lifelines = Lifelines(parse_addresses(environment.coordinator), timeouts, lambda: Caller(token, environment.run_id),
+                                    wire.Lifeline(self.replica, self.rank, self._identity.life))
         self._news = threading.Condition()
         self._call: _Call | None = None
         self._stats: wire.Stats | None = None
@@ -90,6 +93,7 @@ class Member:
     def start(self) -> None:
         """Begin to connect and to join; returns at once."""
         self._keeper.start()
+        self._lifelines.start()
 
     @property
     def connected(self) -> bool:
@@ -176,6 +180,7 @@ class Member:
             self._closing = True
             self._news.notify_all()
         self._keeper.join()
+        self._lifelines.close()
 
     def stats(self) -> dict[str, Any]:
         """What the coordinator counted (see `wire.Stats`). Raises CoordinatorLost, TimeoutError."""

@@ -34,6 +34,9 @@ from recover.protocol.messages import NO_VIEW, Endpoint, View, ViewId
 
 log = logging.getLogger("recover.membership")
 
+CLOSED = "its connection was closed"
+"""The evidence of a clean end of stream: the kernel's of a process that is gone."""
+
 
 class Registrar:
     """Ranks in and out of one run. `first` replicas of `ranks` ranks make the first view."""
@@ -46,6 +49,7 @@ class Registrar:
         self.sink = sink or events.NullLog()
         self.replicas: dict[int, Replica] = {}
         self.where: dict[Connection, tuple[int, int]] = {}
+        self.lifelines: dict[Connection, wire.Lifeline] = {}
         self.asked: dict[int, Connection] = {}          # whose exchange of the present view is unanswered
         self.departed: set[Endpoint] = set()            # ranks lost while the view is being rebuilt
         self.settled = False                            # there is a view
@@ -238,6 +242,11 @@ class Registrar:
     # -- going ------------------------------------------------------------------------------------------------------
     def gone(self, connection: Connection, cause: events.Cause, evidence: str) -> None:
         """A connection ended, fell silent or does not take what it is sent."""
+        lifeline = self.lifelines.pop(connection, None)
+        if lifeline is not None:
+            if evidence == CLOSED:                      # anything else may be the network
+                self.died(lifeline)
+            return
         place = self.where.get(connection)
         if place is None:
             return
@@ -250,6 +259,24 @@ class Registrar:
                 del self.replicas[member]
             return
         self.lose(member, rank, cause, evidence)
+
+    def lifeline(self, connection: Connection, message: wire.Lifeline) -> None:
+        """A connection that ends with a rank's process, long before the kernel has ended the others."""
+        self.lifelines[connection] = message
+
+    def died(self, lifeline: wire.Lifeline) -> None:
+        """The process at the other end of a lifeline is gone (or its host is): so is the rank, if it is still here."""
+        replica = self.replicas.get(lifeline.replica)
+        seat = replica.seats.get(lifeline.rank) if replica else None
+        if seat is not None and seat.identity.life == lifeline.life:
+            self.gone(seat.connection, "eof", "its lifeline ended")
+
+    def release(self, replica: Replica) -> None:
+        """Its lifelines are not wanted any more."""
+        lives = {seat.identity.life for seat in replica.seats.values()}
+        for connection in [c for c, lifeline in self.lifelines.items() if lifeline.life in lives]:
+            del self.lifelines[connection]
+            connection.end()
 
     def lose(self, member: int, rank: int, cause: events.Cause, evidence: str) -> None:
         replica, view = self.replicas[member], self.core.view
@@ -277,6 +304,7 @@ class Registrar:
         """A whole replica is out: end its connections. `seen`: it has seen a view."""
         replica = self.replicas.pop(member)
         self.asked.pop(member, None)
+        self.release(replica)
         self.core.lost(member)
         for seat in replica.seats.values():
             self.where.pop(seat.connection, None)
@@ -332,6 +360,7 @@ class Registrar:
         replica = self.replicas[member]
         if not self.holding and replica.belongs(member, self.core.view):
             replica.finished = True
+            self.release(replica)
             self.core.finish(member)
             log.info("replica %d finished", member)
 

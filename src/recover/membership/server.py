@@ -26,11 +26,11 @@ from recover.errors import WireError
 from recover.membership import wire
 from recover.membership.connection import Connection
 from recover.membership.handshake import Greeter
-from recover.membership.registrar import Registrar
+from recover.membership.registrar import CLOSED, Registrar
 
 log = logging.getLogger("recover.membership")
 
-MAX_STRANGERS = 256
+MAX_STRANGERS = 1024
 SETTLE = 0.003
 REPORT = 5.0
 """Seconds between two lines about who is awaited; also the period of `MAX_COMPLAINTS`."""
@@ -128,6 +128,9 @@ class Server:
                 self._known(connection)
                 self.registrar.announce(connection, message.identity, message.announcement)
                 self._time_grace()
+            case wire.Lifeline():
+                self._known(connection)
+                self.registrar.lifeline(connection, message)
             case _ if connection not in self.registrar.where:
                 raise WireError(f"a {type(message).__name__} before it joined")
             case wire.Exchange():
@@ -166,7 +169,7 @@ class Server:
             log.info("a stranger at %s went away before it proved anything", connection.address)
         self._known(connection)
         self._connections.discard(connection)
-        self.registrar.gone(connection, "eof", str(error) if error else "its connection was closed")
+        self.registrar.gone(connection, "eof", str(error) if error else CLOSED)
 
     # -- time -------------------------------------------------------------------------------------------------------
     def _time_grace(self) -> None:

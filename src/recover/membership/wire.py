@@ -106,6 +106,14 @@ class Leave(Message, frozen=True):
     """This replica goes, as agreed with the others."""
 
 
+class Lifeline(Message, frozen=True):
+    """This connection says nothing more; it ends with that life of the rank's process (see `lifeline.py`)."""
+
+    replica: Replica
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+    life: Name
+
+
 class StatsRequest(Message, frozen=True):
     """Asks for `Stats`; needs no join."""
 
@@ -164,7 +172,7 @@ class Stats(Message, frozen=True):
     seconds: float
 
 
-FromRank = Heartbeat | Join | Announce | Exchange | Suspect | Entered | Finish | Leave | StatsRequest
+FromRank = Heartbeat | Join | Announce | Exchange | Suspect | Entered | Finish | Leave | StatsRequest | Lifeline
 FromCoordinator = Heartbeat | Welcome | Refused | NewView | NewPending | Part | Dropped | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data import Sampler as TorchSampler
 
 from recover.errors import WorkerLost
+from recover.priority import yield_to_others
 from recover.training.sampling import MapDataset, Microbatch, Sampler, Samples, preserved_random_state
 
 PREFETCH = 2
@@ -69,6 +70,7 @@ class Loader:
         if num_workers:
             self._workers = DataLoader(_Items(self.samples), batch_size=None, sampler=self._guesses,
                                        num_workers=num_workers, collate_fn=_as_it_is, prefetch_factor=PREFETCH,
+                                       worker_init_fn=_begin_worker,
                                        persistent_workers=True, multiprocessing_context=multiprocessing_context)
 
     def __getitem__(self, microbatch: Microbatch) -> Any:
@@ -209,6 +211,10 @@ class _Guesses(TorchSampler["Microbatch | None"]):
                 if microbatch not in self.known:
                     return microbatch
         return None
+
+
+def _begin_worker(worker: int) -> None:
+    yield_to_others()
 
 
 def _as_it_is(made: Any) -> Any:
