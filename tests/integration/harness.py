@@ -305,7 +305,9 @@ class Cluster:
         with (self.directory / "coordinator.txt").open("ab") as output:
             self.coordinator = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, stdout=output,
                                                 stderr=output, preexec_fn=die_with_parent)
-        self.server.until(port_file.exists, "the coordinator is up", 20)
+        started = self.coordinator
+        self.server.until(lambda: port_file.exists() or started.poll() is not None, "the coordinator is up", 20)
+        assert started.poll() is None, self._text("coordinator.txt")
         self.port = int(port_file.read_text())
 
     def kill_coordinator(self) -> None:
