@@ -10,6 +10,7 @@ run recovers from them by itself::
     |-- CoordinatorLost     inside   the connection to the coordinator broke; it is being renewed
     |-- WireError           inside   a peer or a stranger sent what no member would send; its connection is dropped
     |-- JoinRefused                  the coordinator did not let this rank in, and says why
+    |-- ReplicaBroken                a rank of this replica died: the others leave with it
     |-- Evicted                      the others went on without this replica
     |-- Stopped                      the run ended without finishing (nobody level is left, the launcher said so, ...)
     |-- NotFinite                    NaN or inf in a gradient: step, microbatch and parameter
@@ -48,6 +49,10 @@ class WireError(RecoverError):
 
 class JoinRefused(RecoverError):
     """The coordinator did not let this rank in."""
+
+
+class ReplicaBroken(RecoverError):
+    """A rank of this replica died: the others leave with it."""
 
 
 class Evicted(RecoverError):

@@ -249,7 +249,7 @@ class Actor:
 
     def compute(self, request: ask.Compute) -> Any:
         self.place("compute", request.step, len(self.local))
-        self.local.add(request.index)
+        self.local.update(request.indices)
         yield
 
     def form(self, request: ask.Form) -> Any:

@@ -9,11 +9,12 @@ Theory of operation
   absorbed into float64 sums (4 + 8 + 8 bytes). At commit it takes the step's gradient for the script.
 * Gradients of 16-bit parameters are summed in float32, those of float64 parameters in float64.
 * `tail` is described in `layout`. A microbatch's entries are written once, when its gradient in this bucket is final.
+* Of a DTensor the bucket holds the local part (see `shards`), and its stand-in is a DTensor around the view.
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from recover.gradients.exact import DEFAULT_EXPONENT, Grid, absorb, fold, level_count
 from recover.gradients.layout import TailLayout
+from recover.gradients.shards import is_shard, local_part, stand_in
 
 
 @dataclass(frozen=True)
@@ -34,25 +36,77 @@ class Member:
 
 @dataclass(frozen=True)
 class Done:
-    """What a bucket's tail says about one finished microbatch."""
+    """What a bucket's tail says about the microbatches of a finished pass. Per parameter: by place in the bucket."""
 
-    index: int                  # of the microbatch
+    indices: Sequence[int]              # of the microbatches
     member: int
-    loss: float | Tensor        # NaN: the script did not tell
-    weight: float
-    fired: Sequence[int]        # firings per parameter, by registration
-    last: Sequence[int]         # rank of the last firing, by registration
-    learn: bool                 # whether firings are still to be learned
-    late: int                   # 0, or 1 + registered index of a parameter whose bucket had left
+    losses: Sequence[float | Tensor]    # per microbatch; NaN: the script did not tell
+    weights: Sequence[float]            # per microbatch
+    used: Sequence[int]                 # per parameter: how many of the microbatches gave it a gradient
+    fires: Sequence[int]                # per parameter: firings in a microbatch; empty unless they are to be learned
+    order: Sequence[int]                # per parameter: rank of the last firing; likewise
+    late: int                           # 0, or 1 + registered index of a parameter whose bucket had left
 
 
 @dataclass
 class Entry:
-    """What the script (or the facade) tells about the microbatch in progress, best before its backward."""
+    """What the script (or the facade) tells about the microbatches of a pass, best before their backward.
 
-    loss: float | Tensor = math.nan     # 0-dim; of any dtype; may require grad
-    weight: float = 1.0
-    fired: list[int] = field(default_factory=list)      # read only: hook firings per parameter so far
+    losses: a number or 0-dim tensor each, of any dtype, may require grad. weights: a number of at least 0 each. One for
+    each of `indices`; `loss` and `weight` are short for a pass of one. fired (read only): hook firings per parameter.
+    """
+
+    indices: tuple[int, ...] = (0,)
+    losses: list[float | Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    fired: list[int] = field(default_factory=list)
+    on_boundary: Callable[[int], None] | None = None
+    on_seed: Callable[[int, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.losses = self.losses or [math.nan] * len(self.indices)
+        self.weights = self.weights or [1.0] * len(self.indices)
+
+    @property
+    def loss(self) -> float | Tensor:
+        """The loss of the only microbatch."""
+        return self.losses[0]
+
+    @loss.setter
+    def loss(self, value: float | Tensor) -> None:
+        if len(self.indices) != 1:
+            raise ValueError(f"a chunk of {len(self.indices)} microbatches has that many losses: set `losses`, not `loss`")
+        self.losses[:] = [value]
+
+    @property
+    def weight(self) -> float:
+        """The weight of the (first) microbatch."""
+        return self.weights[0]
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        self.weights[:] = [value] * len(self.indices)
+
+    def boundary(self, index: int) -> None:
+        """The gradient of microbatch `index` is complete in `.grad`, as far as the backward just run makes it.
+
+        For a pass of several microbatches: called after each backward of each stage, before the next backward begins.
+        """
+        if index not in self.indices:
+            raise ValueError(f"microbatch {index} is not in this pass of {list(self.indices)}")
+        if self.on_boundary is not None:
+            self.on_boundary(index)
+
+    def seed(self, index: int, stage: int) -> None:
+        """A pipeline's `stage` is about to run the forward of microbatch `index`: the random state shall be theirs."""
+        if self.on_seed is not None:
+            self.on_seed(index, stage)
+
+    def complete(self) -> None:
+        """Raises ValueError unless there is a loss and a weight for each microbatch."""
+        for what, given in (("losses", self.losses), ("weights", self.weights)):
+            if len(given) != len(self.indices):
+                raise ValueError(f"{len(given)} {what} for a pass of {len(self.indices)} microbatches: give one for each")
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -70,7 +124,8 @@ class Bucket:
         self.exact = exact
         self.exponent = DEFAULT_EXPONENT
         self.tail = TailLayout(microbatches, len(members), level_count(dtype, microbatches) if exact else 0)
-        size = sum(member.parameter.numel() for member in members)
+        parts = [local_part(member.parameter) for member in members]
+        size = sum(part.numel() for part in parts)
         sums = torch.float64 if exact else dtype
         self.local = torch.zeros(size, dtype=sums, device=device)
         self.reduced = torch.zeros(size, dtype=sums, device=device)
@@ -81,11 +136,13 @@ class Bucket:
         self.reduced_coarse: dict[int, Tensor] = {}
         ends, views = 0, []
         self._ends = torch.empty(len(members), dtype=torch.int64, device=device)
-        for place, member in enumerate(members):
-            views.append(_view(self.scratch, ends, member.parameter))
-            ends += member.parameter.numel()
+        for place, part in enumerate(parts):
+            views.append(_view(self.scratch, ends, part))
+            ends += part.numel()
             self._ends[place] = ends
-        self.views = tuple(views)
+        self._local_views = tuple(views)
+        self.views = tuple(stand_in(view, member.parameter) for view, member in zip(views, members, strict=True))
+        self._wrappers = [view for view in self.views if is_shard(view)]
         self._writes = 0
 
     # -- a step, a microbatch ------------------------------------------------------------------------------------------
@@ -107,7 +164,7 @@ class Bucket:
             if parameter.dtype != view.dtype:
                 parameter.grad_dtype = view.dtype
             parameter.grad = view
-        self._writes = self.scratch._version
+        self._writes = self._version()
 
     def detach(self) -> None:
         """`.grad` of every parameter := None, and of its own dtype again."""
@@ -118,33 +175,49 @@ class Bucket:
 
     def disturbed(self, writes: int) -> bool:
         """Whether anything but `writes` additions of autograd wrote into `.grad` since `attach`."""
-        return self.scratch._version - self._writes != writes
+        return self._version() - self._writes != writes
 
-    def finish(self, done: Done) -> None:
-        """The gradient of a microbatch is complete: into the sums with it (exact), and its entries into the tail."""
-        tail = self.tail
-        entries = torch.zeros(tail.size, dtype=torch.float64)
-        entries[tail.count.start + done.index] = 1.0
-        entries[tail.who.start + done.index] = done.member + 1
-        entries[tail.weight.start + done.index] = done.weight
-        entries[tail.late.start + done.index] = done.late
-        for place, member in enumerate(self.members):
-            entries[tail.used.start + place] = min(1, done.fired[member.index])
-            if done.learn and done.index == 0:
-                entries[tail.fires.start + place] = done.fired[member.index]
-                entries[tail.order.start + place] = done.last[member.index]
-        if not isinstance(done.loss, Tensor) or done.loss.device == entries.device:
-            loss = done.loss
-            entries[tail.loss.start + done.index] = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        bad = self._first_bad()         # before this microbatch's entries, and before exact sums absorb it
-        self.local_tail.add_(entries.to(self.local_tail.device))
-        self.local_tail[tail.bad.start + done.index] += bad
-        if isinstance(done.loss, Tensor) and done.loss.device != entries.device:    # stays on its device: no wait
-            self.local_tail[tail.loss.start + done.index] += done.loss.detach().to(self.local_tail)
+    def _version(self) -> int:
+        """Counts writes into `.grad`: FSDP's into the local part; of DTensors, autograd's and other ones into the whole."""
+        return self.scratch._version + sum(wrapper._version for wrapper in self._wrappers)
+
+    def take(self, index: int) -> None:
+        """`.grad` holds the gradient of microbatch `index`: is it finite? And, in exact, into the sums with it."""
+        self.local_tail[self.tail.bad.start + index] += self._first_bad()
         if self.exact:
             absorb(self.scratch, self.local, self.coarse_sum, self.grid)
             for level in self.coarse:
-                self.local_tail[tail.level.start + level - 1] = 1.0
+                self.local_tail[self.tail.level.start + level - 1] = 1.0
+
+    def renew(self) -> None:
+        """(Exact, after `take`.) `.grad` := 0, for the next microbatch of the pass."""
+        self.scratch.zero_()
+        self._writes += 1
+
+    def nonzero(self) -> list[bool]:
+        """Per parameter: whether there is anything in `.grad`. Waits for an accelerator."""
+        return [bool(view.any()) for view in self._local_views]
+
+    def finish(self, done: Done) -> None:
+        """All is taken that a pass gives: its entries into the tail, once per pass."""
+        tail = self.tail
+        entries = torch.zeros(tail.size, dtype=torch.float64)
+        for index, weight in zip(done.indices, done.weights, strict=True):
+            entries[tail.count.start + index] = 1.0
+            entries[tail.who.start + index] = done.member + 1
+            entries[tail.weight.start + index] = weight
+            entries[tail.late.start + index] = done.late
+        for block, values in ((tail.used, done.used), (tail.fires, done.fires), (tail.order, done.order)):
+            if values:
+                entries[block] = torch.tensor(values, dtype=torch.float64)
+        losses = list(zip(done.indices, done.losses, strict=True))
+        for index, loss in losses:
+            if not isinstance(loss, Tensor) or loss.device == entries.device:
+                entries[tail.loss.start + index] = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        self.local_tail.add_(entries.to(self.local_tail.device))
+        for index, loss in losses:
+            if isinstance(loss, Tensor) and loss.device != entries.device:      # stays on its device: no wait
+                self.local_tail[tail.loss.start + index] += loss.detach().to(self.local_tail)
 
     def _first_bad(self) -> float | Tensor:
         """1 + place of the first parameter that this microbatch made NaN or inf, else 0 (no wait on an accelerator)."""
@@ -170,6 +243,14 @@ class Bucket:
         """Coarse levels that some member holds and that are not yet folded into `reduced`."""
         return [j + 1 for j, members in enumerate(self.reduced_tail[self.tail.level].tolist()) if members]
 
+    def coarse_pairs(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """What remains to be reduced for `pending_levels`: (inputs, outputs) each."""
+        pairs = []
+        for level in self.pending_levels():
+            output = self.reduced_coarse.setdefault(level, torch.zeros_like(self.reduced))
+            pairs.append(([self.coarse_sum(level)], [output]))
+        return pairs
+
     def fold(self) -> None:
         """Coarse sums into `reduced`; afterwards the bucket is whole and may be forwarded as it is."""
         fold(self.reduced, {level: self.reduced_coarse[level] for level in self.pending_levels()})
@@ -192,12 +273,15 @@ class Bucket:
             return 0
         return int(locate(self.scratch, self._ends))
 
-    def hand_over(self) -> None:
-        """`.grad` := the prepared gradient in the parameter's own dtype, or None where no microbatch used it."""
+    def hand_over(self, always: Container[int] = ()) -> None:
+        """`.grad` := the prepared gradient in the parameter's own dtype, or None where no microbatch used it.
+
+        always: (by registration) those that get it all the same.
+        """
         used = self.reduced_tail[self.tail.used].tolist()
         self.detach()
         for member, view, uses in zip(self.members, self.views, used, strict=True):
-            if uses:
+            if uses or member.index in always:
                 member.parameter.grad = view.to(member.parameter.dtype)
 
     def checksum(self) -> int:
@@ -210,7 +294,7 @@ class Bucket:
         return total % (1 << 64)
 
 
-def _view(flat: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
+def _view(flat: Tensor, start: int, parameter: Tensor) -> Tensor:
     """The part of `flat` for a parameter: its shape, and its strides where these leave no gaps."""
     dense = sorted(zip(parameter.stride(), parameter.shape, strict=True))
     expected = 1
@@ -231,3 +315,22 @@ def locate(flat: Tensor, ends: Tensor) -> Tensor:
     mask = ~flat.isfinite()
     first = mask.to(torch.uint8).argmax()
     return ((torch.searchsorted(ends, first, right=True) + 1) * mask.any()).to(torch.float64)
+
+
+def check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raises ValueError for parameters that can not be managed."""
+    if not parameters:
+        raise ValueError("the model has no parameter that requires a gradient")
+    seen: dict[int, str] = {}
+    names: set[str] = set()
+    for name, parameter in parameters:
+        if not parameter.requires_grad:
+            raise ValueError(f"{name} does not require a gradient: leave it out")
+        if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
+            raise ValueError(f"{name} is {parameter.dtype}: only float64, float32, bfloat16 and float16 can be summed")
+        if id(parameter) in seen:
+            raise ValueError(f"{name} and {seen[id(parameter)]} are the same parameter: tied weights appear once")
+        if name in names:
+            raise ValueError(f"two parameters are called {name}")
+        seen[id(parameter)] = name
+        names.add(name)

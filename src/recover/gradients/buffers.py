@@ -18,7 +18,7 @@ Theory of operation
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -106,14 +106,18 @@ class BufferWatch:
         self._local_tail.zero_()
 
     @contextmanager
-    def microbatch(self, index: int) -> Iterator[None]:
-        """Forward and backward of microbatch `index` inside; afterwards the buffers are as the step found them.
+    def microbatch(self, indices: int | Sequence[int]) -> Iterator[None]:
+        """Forward and backward of a microbatch inside; afterwards the buffers are as the step found them.
 
+        A chunk of several counts as a whole: what it changed is one contribution, that of its first microbatch.
         RuntimeError when forward changed a buffer's shape or dtype.
         """
         yield
-        assert self._local_tail[index] == 0, f"microbatch {index} twice"
-        self._local_tail[index] = 1.0
+        indices = (indices,) if isinstance(indices, int) else tuple(indices)
+        index = indices[0]
+        for each in indices:
+            assert self._local_tail[each] == 0, f"microbatch {each} twice"
+            self._local_tail[each] = 1.0
         for place, (name, buffer) in enumerate(self._read()):
             watched = self._watched[name]
             if buffer.shape != watched.start.shape or buffer.dtype != watched.start.dtype:

@@ -16,6 +16,10 @@ Theory of operation
 * Step 0 launches at the end of the pass and carries, in the tails, how microbatch 0 fired. Everybody reads the same at
   `commit`; `adopt` then lays the buckets out anew. Replicas agree without a further message.
 * `adopt` replaces all buffers. The old ones stay as `retired` for one step, since a peer may still need what they hold.
+* Withheld gradients: FSDP can keep a microbatch's gradient to itself until a later microbatch is synchronised. Such a pass
+  says so (`withheld`), and until a pass that is not withheld brings the gradients (a microbatch's, or `flush`), `inputs`
+  refuse to be read: their tails already count what their sums still lack.
+* Tracked parameters: under FSDP a hook tells that a shard arrived, not who used the parameter. `track` and `touch` do.
 * Exact exponents change in `commit` only, as a function of the reduced values only, so replicas stay equal; a step
   whose gradient is not finite keeps them.
 """
@@ -26,33 +30,19 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
-from recover.gradients.buckets import Bucket, Done, Entry, Member, sum_dtype
+from recover.gradients.buckets import Bucket, Entry, Member, check_parameters, sum_dtype
 from recover.gradients.commit import Committed, check_whole, contributors, first_nonfinite, lessons, prepare, uses
 from recover.gradients.exact import DEFAULT_EXPONENT, MAX_MICROBATCHES, clamp_exponent, exponent_above, peak_of
 from recover.gradients.layout import Learned, Slot, plan
+from recover.gradients.passes import Launch, Pass, named
 from recover.gradients.progress import Progress
+from recover.gradients.shards import describe, local_part
 
 Reduction = Literal["fast", "exact"]
-Launch = Callable[[int], None]
-
-
-@dataclass
-class _Pass:
-    """A microbatch in progress (or the calibration, which has no launch and no tail)."""
-
-    index: int
-    member: int
-    entry: Entry
-    progress: Progress
-    launch: Launch | None
-    finished: set[int]
-    failure: BaseException | None = None
 
 
 class GradientStore:
@@ -70,7 +60,7 @@ class GradientStore:
             raise ValueError(f'reduction must be "fast" or "exact", not {reduction!r}')
         if not 1 <= microbatches <= MAX_MICROBATCHES:
             raise ValueError(f"microbatches must be between 1 and {MAX_MICROBATCHES}, not {microbatches}")
-        _check_parameters(parameters)
+        check_parameters(parameters)
         self.microbatches = microbatches
         self.reduction = reduction
         self.learned: Learned | None = None
@@ -81,7 +71,10 @@ class GradientStore:
         self._lay_out()
         self._step: int | None = None
         self._retired_since: int | None = None
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
+        self._withheld: list[int] = []
+        self._tracked: dict[int, Member] = {}
+        self._hooked = True
         self._errors: list[Exception] = []
         self._lock = threading.RLock()      # hooks of different devices may run on different threads
         self._handles = [
@@ -95,7 +88,7 @@ class GradientStore:
         slots = []
         for member in self._parameters:
             dtype, device = sum_dtype(member.parameter.dtype), member.parameter.device
-            slots.append(Slot(member.parameter.numel(), 8 if exact else dtype.itemsize, (str(dtype), str(device))))
+            slots.append(Slot(local_part(member.parameter).numel(), 8 if exact else dtype.itemsize, (str(dtype), str(device))))
         scale = {member.index: bucket.exponent for bucket in self.buckets for member in bucket.members}
         layout = plan(slots, self.learned, **self._limits)
         self.buckets = tuple(Bucket([self._parameters[p] for p in members], microbatches=self.microbatches, exact=exact)
@@ -122,8 +115,11 @@ class GradientStore:
         self.retired = ()
 
     def signature(self) -> list[tuple[str, str, str]]:
-        """(name, shape, dtype) of every parameter in order: must be equal on all replicas."""
-        return [(member.name, str(tuple(member.parameter.shape)), str(member.parameter.dtype))
+        """(name, shape, dtype) of every parameter in order: must be equal on all replicas.
+
+        A DTensor's shape is followed by its local shape, placements and mesh.
+        """
+        return [(member.name, describe(member.parameter), str(member.parameter.dtype))
                 for member in self._parameters]
 
     def state(self) -> dict[str, Any]:
@@ -147,12 +143,63 @@ class GradientStore:
             for bucket, exponent in zip(self.buckets, state["exponents"], strict=True):
                 bucket.exponent = int(exponent)
 
+    # -- how the model is run ------------------------------------------------------------------------------------------
+
+    @property
+    def synchronises_each(self) -> bool:
+        """Whether FSDP must reduce the gradient of each microbatch: each is a term (exact), or firings are learned."""
+        return self.reduction == "exact" or self.learned is None
+
+    @property
+    def withheld(self) -> tuple[int, ...]:
+        """Microbatches whose gradients FSDP still keeps; `flush` brings them."""
+        return tuple(self._withheld)
+
+    def unhooked(self, what: str) -> None:
+        """From now on `.grad` is also written without hooks, by `what` (a zero-bubble schedule): buckets leave at the end.
+
+        A parameter then counts as used where its hook fired or its sum is not zero. Raises ValueError in `exact`.
+        """
+        if self.reduction == "exact":
+            raise ValueError(f'reduction="exact" can not run {what}: it computes weight gradients apart from their '
+                             'microbatch. Use GPipe, 1F1B or interleaved 1F1B, or reduction="fast"')
+        self._hooked = False
+
+    def track(self, parameters: Iterable[Tensor]) -> dict[int, Callable[[Tensor], None]]:
+        """Use of these managed parameters is told by `touch`, not by their hooks: id(parameter) -> touch.
+
+        `commit` gives them a gradient even if nothing used them here, since another data rank may have: see `drop`.
+        """
+        wanted = {id(parameter) for parameter in parameters}
+        found = {id(member.parameter): member for member in self._parameters if id(member.parameter) in wanted}
+        self._tracked.update((member.index, member) for member in found.values())
+        return {key: self._touch(member.index) for key, member in found.items()}
+
+    def _touch(self, index: int) -> Callable[[Tensor], None]:
+        def touched(_: Tensor) -> None:
+            with self._lock:
+                if self._pass is not None:
+                    self._pass.touch(index)
+        return touched
+
+    def unused(self, committed: Committed) -> list[str]:
+        """Tracked parameters that nothing used in the step, as far as this position knows."""
+        return [member.name for member in self._tracked.values() if not committed.used[member.name]]
+
+    def drop(self, names: Iterable[str]) -> None:
+        """`.grad` of these parameters := None: no data rank of any replica used them. After `commit`."""
+        dropped = set(names)
+        for member in self._tracked.values():
+            if member.name in dropped:
+                member.parameter.grad = None
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """A new step: local sums and tails are empty, `.grad` is None, `reduced` is as it was."""
         self.check()
         assert self._pass is None, "begin inside a microbatch"
+        assert not self._withheld, f"gradients of {self._withheld} would leak into step {step}: flush them"
         if self._retired_since is None:
             self._retired_since = step
         elif step > self._retired_since:
@@ -178,24 +225,44 @@ class GradientStore:
             raise self._errors[0]
 
     @contextmanager
-    def microbatch(self, index: int, member: int, *, launch: Launch | None = None,
-                   wanted: Iterable[int] | None = None) -> Iterator[Entry]:
-        """The script's backward for microbatch `index` (0 <= index < B), computed by `member`, runs inside.
+    def microbatch(self, indices: int | Sequence[int], member: int, *, launch: Launch | None = None,
+                   wanted: Iterable[int] | None = None, withheld: bool = False) -> Iterator[Entry]:
+        """The script's backward for microbatch `indices` (0 <= index < B), computed by `member`, runs inside.
 
+        indices: or several, that a pipeline computes in one pass; see `Entry.boundary` (`exact` needs it then).
         launch: given for the last microbatch that this rank owes; called once for every bucket in `wanted` (default
         all), in increasing order, as soon as `inputs(k)` is complete, from autograd's thread or at the end. It must
-        only enqueue. The yielded Entry takes loss and weight; set them before backward.
-        Raises RuntimeError (something else wrote into `.grad`), or what `launch` raised, at the end.
+        only enqueue. withheld: FSDP was told not to reduce the gradients of this pass yet (only where
+        `synchronises_each` is false, and never together with launch). The yielded Entry takes loss and weight; set
+        them before backward.
+        Raises RuntimeError (something else wrote into `.grad`), ValueError (not one loss and weight for each), or what
+        `launch` raised, at the end.
         """
+        several = (indices,) if isinstance(indices, int) else tuple(indices)
+        assert several and len(set(several)) == len(several), f"{several} are not distinct microbatches"
+        assert all(0 <= index < self.microbatches for index in several), f"microbatches {several} of {self.microbatches}"
+        assert not withheld or (launch is None and not self.synchronises_each), "gradients may not be withheld here"
+        queue = () if launch is None else range(len(self.buckets)) if wanted is None else wanted
+        with self._run(several, member, launch, queue) as current:
+            yield current.entry
+            self._withheld = [*self._withheld, *several] if withheld else []    # before buckets leave at the end of the pass
+
+    @contextmanager
+    def flush(self, member: int) -> Iterator[None]:
+        """Inside, FSDP is made to reduce what was withheld; needed when no microbatch follows that would."""
+        with self._run((), member, None, ()):
+            yield
+        self._withheld = []
+
+    @contextmanager
+    def _run(self, indices: tuple[int, ...], member: int, launch: Launch | None, queue: Iterable[int]) -> Iterator[Pass]:
         self.check()
         assert self._step is not None, "begin a step first"
-        assert 0 <= index < self.microbatches, f"microbatch {index} of {self.microbatches}"
-        queue = () if launch is None else range(len(self.buckets)) if wanted is None else wanted
-        current = self._enter(index, member, launch, queue)
+        current = self._enter(indices, member, launch, queue)
         try:
-            yield current.entry
+            yield current
         except BaseException:
-            self._abandon(f"microbatch {index} of step {self._step} failed halfway: its sums are not usable")
+            self._abandon(f"microbatch {named(indices)} of step {self._step} failed halfway: its sums are not usable")
             raise
         self._leave(current)
 
@@ -204,7 +271,7 @@ class GradientStore:
         """The backward of microbatch (0, 0) inside: only sets exact exponents; `begin` empties the sums."""
         self.check()
         assert self._step is None, "calibrate before the first step"
-        current = self._enter(0, 0, None, ())
+        current = self._enter((0,), 0, None, ())
         try:
             yield
         except BaseException:
@@ -222,6 +289,7 @@ class GradientStore:
 
     def inputs(self, k: int) -> list[Tensor]:
         """What bucket k contributes to the reduction: [payload (n), tail (float64)]. Read only."""
+        assert not self._withheld or self._pass is not None, f"gradients of {self._withheld} are withheld: flush them"
         return [self.buckets[k].local, self.buckets[k].local_tail]
 
     def outputs(self, k: int) -> list[Tensor]:
@@ -234,12 +302,7 @@ class GradientStore:
         The same number on all members; empty nearly always, and after `fold`. The bucket counts as reduced only
         after these and `fold(k)`.
         """
-        bucket = self.buckets[k]
-        pairs = []
-        for level in bucket.pending_levels():
-            output = bucket.reduced_coarse.setdefault(level, torch.zeros_like(bucket.reduced))
-            pairs.append(([bucket.coarse_sum(level)], [output]))
-        return pairs
+        return self.buckets[k].coarse_pairs()
 
     def fold(self, k: int) -> None:
         """After the reductions of `extra_levels(k)`: outputs(k) become the whole sum. Without any, it does nothing."""
@@ -252,8 +315,10 @@ class GradientStore:
 
     # -- commit --------------------------------------------------------------------------------------------------------
 
-    def commit(self, *, count: int, weighted: bool = False) -> Committed:
+    def commit(self, *, count: int, weighted: bool = False, divisor: float | None = None) -> Committed:
         """All buckets are reduced: `.grad` := sum / count, or sum / global weight; None where nothing used a parameter.
+
+        divisor: the global weight where other ranks of the replica have a part in it too (their data differ).
 
         `local` is overwritten, `reduced` is not. count: the microbatches that must be inside (B, unless the policy lets
         the batch shrink). Raises AssertionError when one is missing or inside twice (I1), LateGradient, ValueError when
@@ -264,7 +329,8 @@ class GradientStore:
         check_whole(self.buckets, self._parameters, count, self._step)
         tail, values = self.buckets[-1].tail, self.buckets[-1].reduced_tail.tolist()
         losses, weights = tuple(values[tail.loss]), tuple(values[tail.weight])
-        divisor = math.fsum(weights) if weighted else float(count)
+        if divisor is None:
+            divisor = math.fsum(weights) if weighted else float(count)
         if divisor == 0:
             raise ValueError("the weights of all microbatches of the step are zero: there is nothing to divide by")
         peaks = [prepare(bucket, divisor) for bucket in self.buckets]
@@ -272,7 +338,7 @@ class GradientStore:
         if nonfinite is None and self.reduction == "exact":
             self._next_exponents(peaks)
         for bucket in self.buckets:
-            bucket.hand_over()
+            bucket.hand_over(self._tracked)
         inside = tuple(contributors(bucket) for bucket in self.buckets)
         return Committed(loss=sum(losses) / divisor, losses=losses, weights=weights,
                          who=inside[-1], contributors=inside,
@@ -287,42 +353,42 @@ class GradientStore:
 
     # -- one pass ------------------------------------------------------------------------------------------------------
 
-    def _enter(self, index: int, member: int, launch: Launch | None, wanted: Iterable[int]) -> _Pass:
+    def _enter(self, indices: tuple[int, ...], member: int, launch: Launch | None, wanted: Iterable[int]) -> Pass:
         assert self._pass is None, "microbatches do not nest"
         groups = [[each.index for each in bucket.members] for bucket in self.buckets]
-        expected = None if self.learned is None else self.learned["fires"]
-        progress = Progress(groups, len(self._parameters), expected, wanted)
-        current = _Pass(index, member, Entry(fired=progress.fired), progress, launch, set())
+        expected = None if self.learned is None or not self._hooked else self.learned["fires"]
+        lesson = indices.index(0) if 0 in indices else 0
+        progress = Progress(groups, len(self._parameters), expected, wanted, len(indices), lesson)
+        current = Pass(indices, member, self.buckets, progress, launch, hooked=self._hooked, tracked=self._tracked,
+                       learn=self.learned is None and 0 in indices, blame=self._withheld[-1] if self._withheld else 0)
         for bucket in self.buckets:
             bucket.attach()
         self._pass = current
         return current
 
-    def _leave(self, current: _Pass) -> None:
+    def _leave(self, current: Pass) -> None:
         self._detach()
         self._verify(current)
-        for k in range(len(self.buckets)):
-            if k not in current.progress.queued:
-                self._finish(current, k)
-        for k in current.progress.rest():
-            self._let_go(current, k)
+        try:
+            current.close()
+        except BaseException as error:
+            self._errors.append(RuntimeError(
+                f"microbatch {named(current.indices)} of step {self._step} was not finished: {error}"))
+            raise
+        self._verify(current)
 
-    def _verify(self, current: _Pass) -> None:
+    def _verify(self, current: Pass) -> None:
         """Raises what went wrong during the pass; from then on the store is unusable."""
-        for k in range(len(self.buckets)):
-            self._check_writes(current, k)
+        current.verify()
+        if current.spoiled is not None and not self._errors:
+            self._errors.append(RuntimeError(
+                f"something other than backward wrote into .grad inside a microbatch (bucket {current.spoiled}, "
+                f"step {self._step}, microbatch {named(current.indices)}): call zero_grad, clip or scale "
+                "gradients outside of it"))
         if current.failure is not None:
             self._errors.append(RuntimeError(f"launching a bucket failed: {current.failure}"))
             raise current.failure
         self.check()
-
-    def _check_writes(self, current: _Pass, k: int) -> None:
-        bucket = self.buckets[k]
-        writes = sum(current.progress.fired[member.index] for member in bucket.members)
-        if bucket.disturbed(writes) and not self._errors:
-            self._errors.append(RuntimeError(
-                f"something other than backward wrote into .grad inside a microbatch (bucket {k}, step {self._step}, "
-                f"microbatch {current.index}): call zero_grad, clip or scale gradients outside of it"))
 
     def _abandon(self, reason: str) -> None:
         self._detach()
@@ -332,24 +398,6 @@ class GradientStore:
         self._pass = None
         self.clear()
 
-    def _finish(self, current: _Pass, k: int) -> None:
-        """The microbatch's gradient in bucket k is final: once per pass."""
-        if k in current.finished:
-            return
-        current.finished.add(k)
-        entry, progress = current.entry, current.progress
-        late = 1 + progress.late[0] if progress.late else 0
-        self.buckets[k].finish(Done(current.index, current.member, entry.loss, float(entry.weight),
-                                    progress.fired, progress.last, self.learned is None, late))
-
-    def _let_go(self, current: _Pass, k: int) -> None:
-        assert current.launch is not None
-        self._check_writes(current, k)
-        if self._errors:
-            return
-        self._finish(current, k)
-        current.launch(k)
-
     def _hook(self, member: Member) -> Callable[[Tensor], None]:
         def fired(parameter: Tensor) -> None:
             with self._lock:
@@ -357,34 +405,10 @@ class GradientStore:
         return fired
 
     def _fired(self, member: Member, parameter: Tensor) -> None:
-        current = self._pass
-        if current is None:
-            parameter.grad = None
-            self._errors.append(RuntimeError(
-                f"backward() outside of a microbatch gave {member.name} a gradient: use step.backward(loss), or "
-                "`with step.microbatch(microbatch): loss.backward()`"))
+        if self._pass is not None:
+            self._pass.fire(member.index)
             return
-        ready = current.progress.fire(member.index)
-        try:
-            for k in ready:
-                self._let_go(current, k)
-        except Exception as error:      # noqa: BLE001 - a hook must not raise into autograd; _verify raises it
-            current.failure = current.failure or error
-
-
-def _check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    if not parameters:
-        raise ValueError("the model has no parameter that requires a gradient")
-    seen: dict[int, str] = {}
-    names: set[str] = set()
-    for name, parameter in parameters:
-        if not parameter.requires_grad:
-            raise ValueError(f"{name} does not require a gradient: leave it out")
-        if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
-            raise ValueError(f"{name} is {parameter.dtype}: only float64, float32, bfloat16 and float16 can be summed")
-        if id(parameter) in seen:
-            raise ValueError(f"{name} and {seen[id(parameter)]} are the same parameter: tied weights appear once")
-        if name in names:
-            raise ValueError(f"two parameters are called {name}")
-        seen[id(parameter)] = name
-        names.add(name)
+        parameter.grad = None
+        self._errors.append(RuntimeError(
+            f"backward() outside of a microbatch gave {member.name} a gradient: use step.backward(loss), or "
+            "`with step.microbatch(microbatch): loss.backward()`"))

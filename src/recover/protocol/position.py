@@ -88,6 +88,7 @@ class Position:
         self.trouble = True                                 # the first view is found like any other: by a recovery
         self.clean = False
         self.over = False
+        self.chunk = 1                                      # microbatches that are computed at one go, at most
         self.speed = 1.0                                    # microbatches per second; whoever drives this measures it
         self.digest = ""                                    # of the state after the newest step that was hashed
         self.says = Speed(1.0)
@@ -162,7 +163,7 @@ class Position:
         return step == 1 and self.layout == 0
 
     def compute(self, step: int) -> Moves:
-        """Microbatch after microbatch; before each the positions agree whether to go on (`turn`)."""
+        """Microbatch after microbatch (or chunk); before each the positions agree whether to go on (`turn`)."""
         self.plan(step)
         work = self.owes[step] | self.shadow[step]
         if self.waits_early(step) and self.fence >= 0:
@@ -173,10 +174,10 @@ class Position:
         while work - self.done:
             if any((yield from self.turn())):
                 return False
-            index = min(work - self.done)
-            last = len(work - self.done) == 1 and not self.shadow[step] and step not in self.switch
-            yield Compute(step, index, last, (step, index) in self.extra)
-            self.done.add(index)
+            chunk = tuple(sorted(work - self.done)[:self.chunk])
+            last = set(chunk) == work - self.done and not self.shadow[step] and step not in self.switch
+            yield Compute(step, chunk, last, sum((step, index) in self.extra for index in chunk))
+            self.done.update(chunk)
         return True
 
     def turn(self) -> Generator[Any, Any, list[bool]]:

@@ -22,16 +22,16 @@ class Begin:
 
 @dataclass(frozen=True)
 class Compute:
-    """Compute one microbatch and accumulate it. Answer: None.
+    """Compute these microbatches (one, or a chunk of up to `Position.chunk`) and accumulate them. Answer: None.
 
-    `last`: it is the last one owed, so that each bucket not reduced yet may be launched (behind the fence of the step
-    before) as soon as its gradients are final. `counted`: what is launched is the sum, else zeros (an unpromoted spare).
+    `recomputed`: how many of them were taken over from the dead. `last`: they are the last ones owed, so that each bucket
+    not reduced yet may be launched (behind the fence of the step before) as soon as its gradients are final.
     """
 
     step: int
-    index: int
+    indices: tuple[int, ...]
     last: bool
-    recomputed: bool
+    recomputed: int
 
 
 @dataclass(frozen=True)

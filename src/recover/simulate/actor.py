@@ -31,6 +31,7 @@ class Actor:
                  position: Callable[..., Position] = Position) -> None:
         self.world, self.me, self.p, self.random = world, me, p, world.random
         self.position = position(world.job, me, p, world.buckets, first=not joining)
+        self.position.chunk = world.chunk
         self.calls = 0
         self.sums: dict[int, Sum] = {}                      # reduced buckets of the step at hand
         self.held: tuple[int, dict[int, Sum]] = (-1, {})    # the same of the step before, until its fence
@@ -175,8 +176,8 @@ class Actor:
 
     def compute(self, request: ask.Compute) -> Steps:
         yield
-        check(request.index not in self.local, "computed twice", request)
-        self.local.add(request.index)
+        check(not self.local & set(request.indices), "computed twice", request)
+        self.local |= set(request.indices)
         if request.last and self.position.fence >= request.step - 1:    # else held until the fence has passed
             for b in range(self.position.buckets):
                 if b not in self.sums:

@@ -89,6 +89,7 @@ class World:
         self.budget = dict(kill=shape.randint(0, self.size - 1), join=shape.choice([0, 0, 1, 2]),
                            freeze=shape.choice([0, 0, 1]), leave=shape.choice([0, 0, 1, 2]),
                            crash=shape.choice([0, 0, 1, 2]), flap=shape.choice([0, 1, 3, 8]))
+        self.chunk = shape.choice([1, 1, 1, 2, 3])          # microbatches that a replica computes at one go
         self.ops: dict[tuple[Any, ...], Op] = {}
         self.inner: dict[tuple[int, int], tuple[str, dict[int, Any]]] = {}
         self.committed: dict[Cell, dict[int, Sum]] = {}

@@ -15,9 +15,12 @@ of a committed step. Everything is decided in `protocol/`; here it is carried ou
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -29,6 +32,8 @@ from recover.errors import CoordinatorLost, Evicted, JoinRefused, PeerLost, Stop
 from recover.faults.injector import Injector
 from recover.gradients.buckets import Entry
 from recover.gradients.layout import Learned
+from recover.parallel.inner import NOTHING, Agreement, Share
+from recover.parallel.mesh import Place
 from recover.protocol import requests as ask
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import NO_VIEW, Report, Speed, View
@@ -45,13 +50,29 @@ REPORTS = msgspec.msgpack.Decoder(Report)
 SPEEDS = msgspec.msgpack.Decoder(Speed)
 ENCODER = msgspec.msgpack.Encoder()
 
+LEAVE = 1.0
+"""Seconds that a rank of a broken replica may take to leave by itself."""
+LEFT = 75
+"""Exit code of a rank that had to leave."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """How a rank reaches the others. `member` is a `membership.Member` (or `Solo`)."""
+
+    member: Any
+    backend: Backend
+    inner: Agreement
+    place: Place
+
 
 class Engine:
-    """One rank's protocol under way. `member` is a `membership.Member` (or `Solo`)."""
+    """One rank's protocol under way."""
 
-    def __init__(self, member: Any, backend: Backend, sums: Sums, managed: Managed, *, timeouts: Timeouts,
-                 injector: Injector, record: events.Log) -> None:
-        self.member, self.backend, self.sums, self.managed = member, backend, sums, managed
+    def __init__(self, links: Links, sums: Sums, managed: Managed, *, timeouts: Timeouts, injector: Injector,
+                 record: events.Log) -> None:
+        self.member, self.backend, self.inner, self.place = links.member, links.backend, links.inner, links.place
+        self.sums, self.managed = sums, managed
         self.timeouts, self.injector, self.record = timeouts, injector, record
         self.publisher = Publisher(record)
         self.group: Group | None = None
@@ -61,15 +82,17 @@ class Engine:
         self.lessons: Learned | None = None
         self.recovery: Recovery | None = None
         self.launching: ask.Compute | None = None
+        self.pipelined = False                              # the script takes its microbatches in chunks
         self.computed = 0                                   # microbatches of the step at hand, computed here
         self.recomputed = 0
         self.committed: Whole | None = None
+        self.shares: list[Share] = []                       # of the step at hand, by position
         self.parting = False                                # past the last fence: others may close their connections
         self.needs_calibration = sums.store.reduction == "exact"     # before the first step only
         self.moves: Iterator[Any] | None = None
         self.answer: Any = None
-        member.on_view = self.on_view
-        member.announcement = self.announcement
+        self.member.on_view = self.on_view
+        self.member.announcement = self.announcement
         self.handlers: dict[type, Callable[[Any], Any]] = {
             ask.Agree: self.agree, ask.Relayout: self.relayout, ask.Form: self.form, ask.PostFence: self.post_fence,
             ask.AwaitFence: self.await_fence, ask.Reduce: self.reduce, ask.Fenced: self.fenced, ask.Halt: self.halt,
@@ -98,10 +121,12 @@ class Engine:
                 self.works, self.whole, self.computed, self.recomputed = {}, set(), 0, 0
                 return request
             if isinstance(request, ask.Compute):
-                self.injector.at("compute", request.step, self.computed)
+                for n in range(len(request.indices)):
+                    self.injector.at("compute", request.step, self.computed + n)
                 if request.recomputed:
                     self.injector.at("recompute", request.step)
                 self.launching = request
+                self.sums.before_forward(request.last, self.pipelined)
                 self.since = time.monotonic()
                 return request
             if isinstance(request, ask.Commit):
@@ -119,9 +144,19 @@ class Engine:
         """(Member thread.) A newer view: whatever waits in a collective of an older one must wake up."""
         self.notice(None)
         self.backend.abandon(view.id)
+        if self.position.me not in view.members:
+            self.leave_at_once()
         group = self.group
         if group is not None and group.view < view.id:
             group.revoke()
+
+    def leave_at_once(self) -> None:
+        """(Member thread.) The others went on without this replica: a rank of it died. Nobody may wait for the dead one."""
+        self.inner.revoke()
+        if self.place.ranks > 1:
+            end = threading.Timer(LEAVE, os._exit, (LEFT,))     # the training thread may hang in a collective of torch's
+            end.daemon = True
+            end.start()
 
     def on_loss(self, loss: PeerLost) -> None:
         """(Communication thread.) Told to the coordinator at once, before anything is agreed on."""
@@ -161,16 +196,16 @@ class Engine:
         assert request is not None
         wanted = frozenset(range(self.sums.count)) - self.whole
         launch = (lambda b: self.launch(request.step, b, True)) if request.last else None
-        with self.sums.microbatch(request.index, self.position.me, launch, wanted) as entry:
+        with self.sums.microbatch(request.indices, self.position.me, launch, wanted) as entry:
             yield entry
         self.launching = None
-        self.computed += 1
+        self.computed += len(request.indices)
         self.recomputed += request.recomputed
         took = time.monotonic() - self.since
         if took > 0:
-            self.position.speed += 0.2 * (1 / took - self.position.speed) if self.position.speed else 1 / took
+            self.position.speed += 0.2 * (len(request.indices) / took - self.position.speed)
         if self.recovery is not None and request.recomputed:
-            self.recovery.recomputed += 1
+            self.recovery.recomputed += request.recomputed
             self.recovery.add("recompute", self.since)
 
     def launch(self, step: int, b: int, counted: bool) -> None:
@@ -186,7 +221,10 @@ class Engine:
     def commit(self, request: ask.Commit) -> None:
         """Every bucket is whole on every position: `.grad` becomes the step's gradient."""
         since = time.monotonic()
-        self.committed = self.sums.commit(self.count)
+        speaking = [self.shares[p] for p in self.place.speakers()]
+        self.committed = self.sums.commit(self.count, speaking)
+        if self.place.ranks > 1:
+            self.commit_alike(self.committed)
         if self.committed.gradient.learned is not None:
             self.lessons = self.committed.gradient.learned
         self.works, self.whole = {}, set()
@@ -198,11 +236,28 @@ class Engine:
             self.recovery = None
         self.injector.at("optimizer", request.step)
 
+    def commit_alike(self, whole: Whole) -> None:
+        """What one position found counts for all: a gradient that is not finite, a parameter that nothing used."""
+        store = self.sums.store
+        unused = store.unused(whole.gradient)
+        given = self.inner.agree("found", (whole.nonfinite, unused))
+        said = [text for text, _ in given if text]
+        self.committed = replace(whole, nonfinite=said[0] if said else "")
+        doubtful = {name for _, names in given for name in names}
+        if doubtful:
+            mine = [name for name in sorted(doubtful & whole.gradient.used.keys()) if name not in unused]
+            store.drop(doubtful - {name for names in self.inner.agree("used", mine) for name in names})
+
     # -- handlers: a step -------------------------------------------------------------------------------------------
     def agree(self, request: ask.Agree) -> list[Any]:
         if request.kind == "complete" and self.position.step is not None:
             self.injector.at("complete", self.position.step)
-        return [request.value]
+            value: Any = request.value
+            ok, says = value
+            given = self.inner.agree("complete", (ok, says, self.sums.share() if ok else NOTHING))
+            self.shares = [share for _, _, share in given]
+            return [(fine, said) for fine, said, _ in given]
+        return self.inner.agree(request.kind, request.value)
 
     def relayout(self, request: ask.Relayout) -> int:
         if self.lessons is not None:
@@ -243,6 +298,7 @@ class Engine:
         since = time.monotonic()
         if self.recovery is not None and self.recovery.views:
             self.injector.at("redo", request.step)
+        self.sums.flush(self.position.me)
         for b in request.buckets:
             self.launch(request.step, b, request.counted)
         self.hold_back(request.step)
@@ -438,4 +494,5 @@ class Engine:
             self.member.leave()
         if self.group is not None:
             self.group.close()
+        self.inner.close(self.timeouts.drain if finished else 0)
         self.sums.store.close()

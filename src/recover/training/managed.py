@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
@@ -59,7 +60,7 @@ class Managed:
         seen: dict[int, Tensor] = {}
         for model in self.models:
             for tensor in (*model.parameters(), *model.buffers()):
-                seen.setdefault(id(tensor), tensor.detach())
+                seen.setdefault(id(tensor), local(tensor.detach()))
         return list(seen.values())
 
     def digest(self, more: object = None) -> str:
@@ -83,10 +84,15 @@ class Managed:
                 yield dict(sorted(optimizer.state.get(parameter, {}).items()))
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor (sharing its memory); any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def feed(sink: Any, name: str, value: object) -> None:
     """Hash a tree of dicts, lists, tensors and plain values; names and types are part of it."""
     if isinstance(value, Tensor):
-        plain = value.detach().to("cpu").contiguous()
+        plain = local(value.detach()).to("cpu").contiguous()
         sink.update(f"{name}:{plain.dtype}:{tuple(plain.shape)};".encode())
         sink.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
     elif isinstance(value, dict):

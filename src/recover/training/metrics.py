@@ -58,17 +58,20 @@ class Metrics:
     def outputs(self) -> list[Tensor]:
         return [self.reduced]
 
-    def commit(self, count: int) -> dict[str, float]:
-        """name -> mean over the microbatches that added it, in the order of their first appearance."""
-        rows = self.reduced.tolist()
-        counts = [row[0] for row in rows]
+    def check(self, count: int) -> None:
+        """Raises AssertionError unless `count` microbatches are inside, each once (I1)."""
+        counts = self.reduced[:, 0].tolist()
         if any(n not in (0, 1) for n in counts) or sum(counts) != count:
             raise AssertionError(f"I1: the metrics hold microbatches {counts} times, {count} expected, each once")
+
+    def totals(self) -> dict[str, tuple[float, int]]:
+        """name -> sum and number over the microbatches that added it, in the order of their first appearance."""
+        rows = self.reduced.tolist()
         values: dict[str, list[float]] = {}
         for row in rows:
             for start in range(1, len(row), _SLOT):
                 name = b"".join(int(word).to_bytes(_WORD, "big") for word in row[start:start + _WORDS]).rstrip(b"\0")
                 if name:
                     values.setdefault(name.decode(), []).append(row[start + _WORDS])
-        return {name: math.fsum(found) / len(found) if all(map(math.isfinite, found)) else sum(found) / len(found)
+        return {name: (math.fsum(found) if all(map(math.isfinite, found)) else sum(found), len(found))
                 for name, found in values.items()}

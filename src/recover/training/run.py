@@ -6,13 +6,14 @@ first members compare their models, take over the first replica's parameters, an
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import math
 import os
 import platform
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_collate
 
 from recover import collectives, events
@@ -30,15 +32,19 @@ from recover.gradients.buffers import BufferWatch
 from recover.gradients.buffers import Policy as BufferPolicy
 from recover.gradients.store import GradientStore, Reduction
 from recover.membership.member import Member
+from recover.parallel import fsdp
+from recover.parallel.inner import Agreement, Alone, Inner
+from recover.parallel.mesh import Place
+from recover.parallel.ranks import build_mesh, shared_token
 from recover.protocol import requests as ask
 from recover.protocol.decision import Job
 from recover.protocol.messages import NO_VIEW
 from recover.protocol.position import Position
-from recover.training.engine import Engine
+from recover.training.engine import Engine, Links
 from recover.training.loader import Loader
 from recover.training.managed import Managed
 from recover.training.metrics import Metrics
-from recover.training.sampling import MapDataset, Sampler, Samples
+from recover.training.sampling import MapDataset, Microbatch, Sampler, Samples, seed_everything
 from recover.training.solo import Solo
 from recover.training.step import FAILURES, Step
 from recover.training.sums import Sums
@@ -96,7 +102,7 @@ def processor() -> str:
 
 def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", policy: str | Policy = "balanced",
          backend: str = "tcp", nonfinite: NonFinite = "raise", buffers: BufferPolicy = "leader", hash_every: int = 0,
-         bucket_bytes: int = 25 << 20, first_bucket_bytes: int = 1 << 20) -> Run:
+         bucket_bytes: int = 25 << 20, first_bucket_bytes: int = 1 << 20, mesh: Mapping[str, int] | None = None) -> Run:
     """Join the run that this process was started for; without `recover launch`, a run of one replica by itself.
 
     microbatches: B, per step over all replicas. seed: of samples and of the random state per microbatch. reduction:
@@ -104,7 +110,8 @@ def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", pol
     what (docs/policies.md). nonfinite: what a NaN or inf in the step's gradient does: "raise" NotFinite, "skip" the step
     alike on all, or "keep" it (a gradient scaler deals with it). buffers: how buffers that forward writes are made equal:
     as microbatch 0 left them ("leader"), or every microbatch's change summed ("sum") or averaged ("mean"). hash_every:
-    hash parameters and optimizer state after every n steps. bucket_bytes: of one reduction.
+    hash parameters and optimizer state after every n steps. bucket_bytes: of one reduction. mesh: axes of a replica of
+    several ranks, such as {"pp": 2, "dp_shard": 2, "tp": 2}; `run.mesh` is torch's DeviceMesh over them (recover.parallel.mesh).
 
     Raises ValueError for a mistake in these or in the environment. That the others ask for something else comes out as
     JoinRefused from `run.steps`, with both values.
@@ -114,9 +121,9 @@ def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", pol
     if " at 0x" in repr(chosen):
         raise ValueError(f"replicas compare policies by repr(), and {chosen!r} has none of its own: make it a frozen dataclass")
     options = Options(microbatches, seed, reduction, chosen, nonfinite, buffers, hash_every, bucket_bytes, first_bucket_bytes)
-    if environment is not None and environment.world_size > 1:
-        raise ValueError(f"WORLD_SIZE={environment.world_size}: replicas of several ranks are not possible in this version")
-    return Run(options, environment, backend)
+    rank, ranks = (environment.rank, environment.world_size) if environment else (int(os.environ.get("RANK", "0")),
+                                                                                   int(os.environ.get("WORLD_SIZE", "1")))
+    return Run(options, environment, backend, Place.of(rank, ranks, mesh))
 
 
 def read_token(environment: Environment | None) -> bytes:
@@ -134,8 +141,8 @@ def read_token(environment: Environment | None) -> bytes:
 class Run:
     """One rank's part in a run. Made by `join`."""
 
-    def __init__(self, options: Options, environment: Environment | None, backend: str) -> None:
-        self.options, self.environment = options, environment
+    def __init__(self, options: Options, environment: Environment | None, backend: str, place: Place) -> None:
+        self.options, self.environment, self.place = options, environment, place
         self.timeouts = Timeouts(failure_timeout=float(os.environ.get("RECOVER_FAILURE_TIMEOUT", "5")))
         self.replica = environment.replica if environment else 0
         self.in_loop = False
@@ -147,19 +154,28 @@ class Run:
         self._unhashed: int | None = None
         self._loss = float("nan")
         token = read_token(environment)
-        run_id = environment.run_id if environment else f"solo-{os.getpid()}"
-        self.record = events.open_log(environment.events if environment else None, run_id, self.replica, 0)
+        run_id = environment.run_id if environment else f"solo-{os.environ.get('MASTER_PORT', os.getpid())}"
+        self.record = events.open_log(environment.events if environment else None, run_id, self.replica, place.rank)
         self.record.emit(events.RUN_START, microbatches=options.microbatches, seed=options.seed, reduction=options.reduction,
-                         replicas=environment.replicas if environment else 1, ranks_per_replica=1, policy=options.policy.name)
-        self.backend = collectives.create(backend, run_id=run_id, token=token, timeouts=self.timeouts,
-                                          host=environment.interface if environment else "127.0.0.1",
-                                          toward=environment.coordinator.split(",")[0] if environment else None)
+                         replicas=environment.replicas if environment else 1, ranks_per_replica=place.ranks,
+                         policy=options.policy.name)
+        where: dict[str, Any] = dict(host=environment.interface if environment else "127.0.0.1", timeouts=self.timeouts,
+                                     toward=environment.coordinator.split(",")[0] if environment else None)
+        self.backend = collectives.create(backend, run_id=run_id, token=token, **where)
+        self.mesh: DeviceMesh | None = None
+        self.inner: Agreement = Alone()
+        if place.ranks > 1:
+            self.mesh = build_mesh(place)
+            token = token if environment else shared_token()
+            inner = collectives.create("tcp", run_id=f"{run_id}/{self.replica}", token=token, **where)
+            self.inner = Inner(inner, place.rank, place.ranks, self.timeouts)
         self.member: Any = Solo(self.backend.endpoint)
         if environment is not None:
             if environment.replicas > options.microbatches and environment.replica == 0:
                 warnings.warn(f"{environment.replicas} replicas share {options.microbatches} microbatches: some have nothing "
                               "to compute", stacklevel=3)
-            self.member = Member(environment, self.timeouts, token, self.backend.endpoint, options.facts(backend))
+            facts = options.facts(backend) | {"mesh": str(dict(place.axes))}
+            self.member = Member(environment, self.timeouts, token, self.backend.endpoint, facts)
         self.injector = injector_for(environment, {"cut": self._cut}) if environment else None
         atexit.register(self.close)
 
@@ -172,12 +188,13 @@ class Run:
         if self._started or hasattr(self, "managed"):
             raise RuntimeError("run.manage is called once, before run.steps, with everything that is trained")
         self.managed = Managed(objects)
+        fsdp.prepare(self.managed.models)
         options = self.options
         store = GradientStore(self.managed.parameters(), microbatches=options.microbatches, reduction=options.reduction,
                               bucket_bytes=options.bucket_bytes, first_bucket_bytes=options.first_bucket_bytes)
         watch = BufferWatch(self.managed.named_buffers, options.buffers, microbatches=options.microbatches,
                             exact=options.reduction == "exact")
-        self.sums = Sums(store, watch, Metrics(options.microbatches))
+        self.sums = Sums(store, watch, Metrics(options.microbatches), self.managed.models)
         for optimizer in self.managed.optimizers:
             optimizer.register_step_pre_hook(self._optimizer_steps)
 
@@ -197,7 +214,8 @@ class Run:
         return loader
 
     def _sampler(self, dataset: MapDataset, batch_size: int) -> Sampler:
-        return Sampler(len(dataset), self.options.seed, self.options.microbatches, batch_size)
+        return Sampler(len(dataset), self.options.seed, self.options.microbatches, batch_size,
+                       self.place.data_rank, self.place.data_size)
 
     def _predict(self, step: int) -> Sequence[int]:
         """What this replica will probably compute in `step`: a guess for the loader's workers."""
@@ -245,10 +263,10 @@ class Run:
         if injector is None:
             from recover.faults.injector import Injector
             injector = Injector()
-        self.engine = Engine(self.member, self.backend, self.sums, self.managed, timeouts=self.timeouts, injector=injector,
-                             record=self.record)
+        links = Links(self.member, self.backend, self.inner, self.place)
+        self.engine = Engine(links, self.sums, self.managed, timeouts=self.timeouts, injector=injector, record=self.record)
         job = Job(self.options.microbatches, count, self.options.policy)
-        position = Position(job, self.replica, 0, self.sums.count, first=True)
+        position = Position(job, self.replica, self.place.rank, self.sums.count, first=True)
         self.engine.start(position, self.options.microbatches if self.options.policy.constant else None)
         self.member.start()
         self.member.wait_view(NO_VIEW, self.timeouts.formation)
@@ -258,21 +276,18 @@ class Run:
         """(Step.) The sums are whole and in `.grad`."""
         whole = self.engine.committed
         assert whole is not None
-        step.loss, step.metrics, self._loss = whole.gradient.loss, whole.metrics, whole.gradient.loss
+        step.loss, step.metrics, self._loss = whole.loss, whole.metrics, whole.loss
         self._name_buffers(whole.written)
         hashed = self.options.hash_every and (step.index + 1) % self.options.hash_every == 0
-        weights = whole.gradient.weights
         who = [whole.gradient.who.get(i, -1) for i in range(self.options.microbatches)]
         self.engine.publisher.hold(events.make_receipt(
-            step=step.index, view=request.view, members=request.members, who=who, divisor=sum(weights), loss=step.loss,
+            step=step.index, view=request.view, members=request.members, who=who, divisor=whole.divisor, loss=step.loss,
             checksums=[self.sums.store.checksum(k) for k in range(self.sums.gradient_count)] if hashed else None,
             policy_constant=self.options.policy.constant))
-        if whole.gradient.nonfinite is not None:
-            self._not_finite(step, *whole.gradient.nonfinite)
+        if whole.nonfinite:
+            self._not_finite(step, f"step {step.index}: {whole.nonfinite}")
 
-    def _not_finite(self, step: Step, microbatch: int | None, parameter: str) -> None:
-        where = "the sum over all microbatches" if microbatch is None else f"microbatch {microbatch}"
-        text = f"step {step.index}: the gradient of {parameter} in {where} is not finite"
+    def _not_finite(self, step: Step, text: str) -> None:
         if self.options.nonfinite == "raise":
             self.sums.store.clear()
             raise NotFinite(text + ' (join with nonfinite="skip" to skip such steps alike on all replicas)')
@@ -287,11 +302,21 @@ class Run:
         if self.options.hash_every and (step.index + 1) % self.options.hash_every == 0:
             digest = self.hash()
             self.engine.publisher.complete(step.index, digest)
-            self.engine.position.digest = f"{step.index}:{digest[:16]}"     # goes with the next fence: compared by all (I5)
+            parts = "".join(self.inner.agree("hash", digest))
+            short = hashlib.sha256(parts.encode()).hexdigest()[:16]
+            self.engine.position.digest = f"{step.index}:{short}"           # goes with the next fence: compared by all (I5)
 
     def hash(self) -> str:
         """SHA-256 over parameters, buffers, optimizer state and everything else that training depends on."""
+        fsdp.reshard(self.managed.models)
         return self.managed.digest(self.sums.store.state()["exponents"])
+
+    def enter(self, microbatch: Microbatch, stage: int | None = None) -> None:
+        """(Step.) The random state of a microbatch: its own, and of the data rank and the pipeline's stage that compute it."""
+        index, part = microbatch.index, self.place.data_rank
+        stage = self.place.stage if stage is None else stage
+        plain = self.place.data_size == 1 and stage == 0
+        seed_everything(self.seed, microbatch.step, index if plain else f"{index}/{part}/{stage}")
 
     # -- small things -----------------------------------------------------------------------------------------------
     @property

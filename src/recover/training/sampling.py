@@ -112,23 +112,29 @@ class Sampler:
     seed: int
     microbatches: int
     batch_size: int
+    part: int = 0           # of `parts` that share a microbatch's samples evenly (the data ranks of a replica)
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if self.microbatches < 1 or self.batch_size < 1:
             raise ValueError(f"microbatches and batch_size must be at least 1, not {self.microbatches} and "
                              f"{self.batch_size}")
+        if self.batch_size % self.parts or not 0 <= self.part < self.parts:
+            raise ValueError(f"a microbatch of {self.batch_size} samples can't be shared evenly by the {self.parts} data ranks "
+                             "of a replica: choose another batch_size")
         if self.length < self.microbatches * self.batch_size:
             raise ValueError(f"the dataset has {self.length} samples, but one step takes "
                              f"{self.microbatches * self.batch_size} ({self.microbatches} microbatches of "
                              f"{self.batch_size}); use more data, or fewer or smaller microbatches")
 
     def samples(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """`batch_size` item numbers. Raises ValueError if there is no such microbatch."""
+        """`batch_size / parts` item numbers. Raises ValueError if there is no such microbatch."""
         if microbatch.step < 0 or not 0 <= microbatch.index < self.microbatches:
             raise ValueError(f"there is no microbatch {microbatch.index} of step {microbatch.step}: steps start at 0, "
                              f"and a step has microbatches 0 to {self.microbatches - 1}")
-        first = (microbatch.step * self.microbatches + microbatch.index) * self.batch_size
-        return tuple(self._item(number) for number in range(first, first + self.batch_size))
+        share = self.batch_size // self.parts
+        first = (microbatch.step * self.microbatches + microbatch.index) * self.batch_size + self.part * share
+        return tuple(self._item(number) for number in range(first, first + share))
 
     def _item(self, number: int) -> int:
         epoch, offset = divmod(number, self.length)
@@ -154,7 +160,8 @@ class Samples:
     def __getitem__(self, microbatch: Microbatch) -> Any:
         items = microbatch.samples(self.sampler)
         with preserved_random_state(), _one_thread():
-            seed_everything(self.sampler.seed, microbatch.step, f"data {microbatch.index}")
+            part = f"/{self.sampler.part}" if self.sampler.parts > 1 else ""
+            seed_everything(self.sampler.seed, microbatch.step, f"data {microbatch.index}{part}")
             return self.collate([self.dataset[item] for item in items])
 
 

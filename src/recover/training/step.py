@@ -39,69 +39,82 @@ class Step:
         self.skipped = False
         self.complete = False
         self._entered = False
-        self._current: Microbatch | None = None
+        self._current: tuple[Microbatch, ...] = ()
         self._done = False                              # the current microbatch's backward was run
         self._calibrating = False
 
     def __iter__(self) -> Iterator[Microbatch]:
+        for chunk in self._loop(1):
+            yield chunk[0]
+
+    def chunks(self, max: int) -> Iterator[tuple[Microbatch, ...]]:
+        """The same loop, by up to `max` microbatches at a time (for pipelines): `with step.microbatch(*chunk) as m: ...`."""
+        if max < 1:
+            raise ValueError(f"a chunk has at least 1 microbatch, not {max}")
+        self._run.engine.pipelined = True
+        yield from self._loop(max)
+
+    def _loop(self, max: int) -> Iterator[tuple[Microbatch, ...]]:
         if self._entered:
             raise RuntimeError(f"the microbatches of step {self.index} were handed out already: loop over a step once")
         self._entered = True
         run = self._run
         try:
-            yield from self._turns()
+            yield from self._turns(max)
         except FAILURES as error:                       # the script may end without asking `run.steps` again
             run.failed(error)
             raise
 
-    def _turns(self) -> Iterator[Microbatch]:
+    def _turns(self, max: int) -> Iterator[tuple[Microbatch, ...]]:
         run = self._run
         run.in_loop = True
+        run.engine.position.chunk = max
         try:
             if run.engine.needs_calibration:
                 yield from self._calibrate()
             while isinstance(request := run.engine.advance(), ask.Compute):
-                yield from self._hand_out(Microbatch(request.step, request.index))
+                yield from self._hand_out(tuple(Microbatch(request.step, index) for index in request.indices))
         finally:
             run.in_loop = False
         assert isinstance(request, ask.Commit) and request.step == self.index, request
         self._commit(request)
 
-    def _calibrate(self) -> Iterator[Microbatch]:
+    def _calibrate(self) -> Iterator[tuple[Microbatch, ...]]:
         self._calibrating = True
-        yield from self._hand_out(Microbatch(0, 0))
+        yield from self._hand_out((Microbatch(0, 0),))
         self._calibrating = False
         self._run.engine.calibrated(self.index)
 
-    def _hand_out(self, microbatch: Microbatch) -> Iterator[Microbatch]:
-        self._current, self._done = microbatch, False
-        seed_everything(self._run.seed, microbatch.step, microbatch.index)
-        yield microbatch
+    def _hand_out(self, chunk: tuple[Microbatch, ...]) -> Iterator[tuple[Microbatch, ...]]:
+        self._current, self._done = chunk, False
+        self._run.enter(chunk[0])
+        yield chunk
         if not self._done:
             self._run.sums.store.check()                # a bare loss.backward(), say
-            raise RuntimeError(f"microbatch {microbatch.index} of step {microbatch.step} was handed out, but not given to "
+            raise RuntimeError(f"microbatch {chunk[0].index} of step {self.index} was handed out, but not given to "
                                "step.backward(loss): every microbatch must be (with weight=0 if it holds no tokens)")
-        self._current = None
+        self._current = ()
 
     @contextmanager
-    def microbatch(self, microbatch: Microbatch | None = None, *, weight: float = 1.0) -> Iterator[Entry]:
+    def microbatch(self, *chunk: Microbatch, weight: float = 1.0) -> Iterator[Entry]:
         """Around a trainer's own `loss.backward()`; set `.loss` of what it yields. Raises RuntimeError at the wrong time.
 
-        `microbatch`: the one that the loop handed out (may be left out).
+        `chunk`: what the loop handed out (may be left out).
         """
         current = self._current
-        if current is None:
+        if not current:
             raise RuntimeError(f"no microbatch of step {self.index} is under way: call backward inside `for microbatch in step`")
-        if microbatch is not None and microbatch != current:
-            raise RuntimeError(f"{microbatch} is not the microbatch that was handed out, {current}")
+        if chunk and chunk != current:
+            raise RuntimeError(f"{chunk} is not what was handed out, {current}")
         if self._done:
-            raise RuntimeError(f"microbatch {current.index} of step {self.index} had its backward already: add up its "
+            raise RuntimeError(f"microbatch {current[0].index} of step {self.index} had its backward already: add up its "
                                "losses and call backward once")
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"the weight of a microbatch must be a finite number of at least 0, not {weight}")
         run = self._run
         with run.sums.calibration() if self._calibrating else run.engine.microbatch() as entry:
             entry.weight = float(weight)
+            entry.on_seed = lambda index, stage: run.enter(Microbatch(self.index, index), stage)
             yield entry
         self._done = True
 
@@ -120,10 +133,10 @@ class Step:
 
     def add(self, name: str, value: float | Tensor) -> None:
         """A number of the microbatch in hand; `metrics[name]` is its mean over all microbatches that added it."""
-        if self._current is None:
+        if not self._current:
             raise RuntimeError("step.add belongs inside `for microbatch in step`")
         if not self._calibrating:
-            self._run.sums.metrics.add(self._current.index, name, float(value))
+            self._run.sums.metrics.add(self._current[0].index, name, float(value))
 
     def _commit(self, request: ask.Commit) -> None:
         self.complete = True

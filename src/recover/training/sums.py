@@ -5,17 +5,20 @@ the last backward; the others leave when the microbatch loop ends.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recover.gradients.buckets import Entry
 from recover.gradients.buffers import BufferWatch
 from recover.gradients.commit import Committed
 from recover.gradients.store import GradientStore
+from recover.parallel import fsdp
+from recover.parallel.inner import Share
 from recover.training.metrics import Metrics
 
 
@@ -24,15 +27,22 @@ class Whole:
     """A committed step: what the tails say, the metrics, and the names of buffers that forward wrote."""
 
     gradient: Committed
+    loss: float                         # mean over the step's global weight
+    divisor: float
     metrics: dict[str, float]
     written: list[str]
+    nonfinite: str                      # where the gradient is not finite, in words; "" if it is
 
 
 class Sums:
     """The local and reduced sums of one rank."""
 
-    def __init__(self, store: GradientStore, buffers: BufferWatch, metrics: Metrics) -> None:
+    def __init__(self, store: GradientStore, buffers: BufferWatch, metrics: Metrics, models: Sequence[nn.Module] = ()) -> None:
         self.store, self.buffers, self.metrics = store, buffers, metrics
+        self.sharded = tuple(models) if fsdp.modules_of(models) else ()      # under FSDP
+        self._withhold = False                          # FSDP keeps the gradients of the microbatch in hand for a later one
+        if self.sharded:
+            fsdp.watch(self.sharded, store.track(fsdp.sharded(self.sharded)))
         self._others: list[BufferWatch | Metrics] = [metrics] if buffers.empty else [buffers, metrics]
 
     @property
@@ -66,25 +76,72 @@ class Sums:
         self.buffers.begin()
         self.metrics.begin()
 
+    def before_forward(self, last: bool, pipelined: bool) -> None:
+        """Tell FSDP whether the microbatch's gradients are reduced inside the replica now, or with a later one.
+
+        A pipeline's adapter reduces them after each microbatch by itself.
+        """
+        if self.sharded and not pipelined:
+            self._withhold = not (last or self.store.synchronises_each)
+            fsdp.sync(self.sharded, not self._withhold)
+
+    def flush(self, member: int) -> None:
+        """Have FSDP reduce what it was told to keep, where no microbatch follows that would."""
+        if self.store.withheld:
+            with self.store.flush(member):
+                fsdp.flush(self.sharded)
+
     @contextmanager
-    def microbatch(self, index: int, member: int, launch: Callable[[int], None] | None,
+    def microbatch(self, indices: tuple[int, ...], member: int, launch: Callable[[int], None] | None,
                    wanted: frozenset[int]) -> Iterator[Entry]:
-        with self.buffers.microbatch(index), \
-                self.store.microbatch(index, member, launch=launch,
+        with self.buffers.microbatch(indices), \
+                self.store.microbatch(indices, member, launch=launch, withheld=self._withhold,
                                       wanted=sorted(b for b in wanted if b < self.gradient_count)) as entry:
             yield entry
-        self.metrics.entered(index)
+        for index in indices:
+            self.metrics.entered(index)
 
     @contextmanager
     def calibration(self) -> Iterator[Entry]:
         """Microbatch (0, 0) is computed and discarded: it only sets the exponents of `exact`."""
         self.buffers.begin()
-        with self.buffers.microbatch(0), self.store.calibration():
-            yield Entry(fired=[])
+        with self.buffers.microbatch((0,)), self.store.calibration():
+            yield Entry()
 
-    def commit(self, count: int | None) -> Whole:
-        """`count` microbatches must be inside; None: however many there are (a policy that lets the batch shrink)."""
+    def share(self) -> Share:
+        """(All buckets are whole.) This position's part of the step's weight, loss and metrics."""
+        last = self.store.buckets[-1]
+        values = last.reduced_tail.tolist()
+        return math.fsum(values[last.tail.weight]), sum(values[last.tail.loss]), self.metrics.totals()
+
+    def commit(self, count: int | None, shares: Sequence[Share]) -> Whole:
+        """`.grad` becomes the step's gradient, divided by the weight of all data ranks' shares.
+
+        `count` microbatches must be inside; None: however many there are (a policy that lets the batch shrink).
+        """
         inside = count if count is not None else sum(self.store.buckets[-1].counts())
-        gradient = self.store.commit(count=inside, weighted=True)
+        divisor = math.fsum(weight for weight, _, _ in shares)
+        gradient = self.store.commit(count=inside, divisor=divisor)
         written = [] if self.buffers.empty else self.buffers.commit(count=inside)
-        return Whole(gradient, self.metrics.commit(inside), written)
+        self.metrics.check(inside)
+        loss = sum(part for _, part, _ in shares) / divisor
+        return Whole(gradient, loss, divisor, means(part for _, _, part in shares), written, where(gradient.nonfinite))
+
+
+def means(parts: Iterable[dict[str, tuple[float, int]]]) -> dict[str, float]:
+    """name -> mean over all microbatches and data ranks that added it."""
+    totals: dict[str, tuple[float, int]] = {}
+    for part in parts:
+        for name, (value, count) in part.items():
+            before = totals.get(name, (0.0, 0))
+            totals[name] = before[0] + value, before[1] + count
+    return {name: value / count for name, (value, count) in totals.items()}
+
+
+def where(nonfinite: tuple[int | None, str] | None) -> str:
+    """A gradient that is not finite, in words."""
+    if nonfinite is None:
+        return ""
+    microbatch, parameter = nonfinite
+    return f"the gradient of {parameter} in " + ("the sum over all microbatches" if microbatch is None
+                                                 else f"microbatch {microbatch}") + " is not finite"
