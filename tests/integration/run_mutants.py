@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from harness import Script
@@ -18,7 +19,7 @@ def launches_early(run: recover.Run) -> None:
     def advanced() -> Any:
         request = advance()
         if isinstance(request, ask.Compute):
-            run.engine.launching = request = ask.Compute(request.step, request.index, True, request.recomputed)
+            run.engine.launching = request = replace(request, last=True)
         return request
     run.engine.advance = advanced
 

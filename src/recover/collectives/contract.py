@@ -105,6 +105,10 @@ class Group(ABC):
         """After `revoke`: wait until nothing touches a caller's buffer any more. TimeoutError after `timeout` s."""
 
     @abstractmethod
+    def sever(self) -> None:
+        """(For planned faults.) Break this rank's connections as a network would: nobody is told, nobody dies."""
+
+    @abstractmethod
     def close(self) -> None:
         """`revoke`, for the orderly end: what finished operations still have to deliver is delivered."""
 

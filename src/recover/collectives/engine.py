@@ -85,6 +85,16 @@ class Engine:
         self.formed.set()
         self.loop.call(partial(self._end, settled))
 
+    def sever(self) -> None:
+        """Shut the sockets down; all that follows is what follows when a network breaks."""
+        def shut() -> None:
+            for link in self._links.values():
+                try:
+                    link.sock.shutdown(socket.SHUT_RDWR)
+                except OSError:                         # broken already
+                    pass
+        self.loop.call(shut)
+
     def notify(self) -> None:
         """Have `on_loss` called if there is reason and it was not."""
         self.loop.call(self._notify)

@@ -93,6 +93,9 @@ class TcpGroup(Group):
         if not self._engine.released.wait(timeout):
             raise TimeoutError(f"buffers are still in use after {timeout} s (was the group revoked?)")
 
+    def sever(self) -> None:
+        self._engine.sever()
+
     def close(self) -> None:
         self._engine.fail(PeerLost("closed by this rank"), ours=True)
 

@@ -364,7 +364,7 @@ class Run:
     def _cut(self) -> None:
         """(A planned fault.) Drop the data connections though nobody died."""
         if self.engine.group is not None:
-            self.engine.group.sever()                   # type: ignore[attr-defined]
+            self.engine.group.sever()
 
     def failed(self, error: BaseException) -> None:
         """This rank's part ends with an error, ours or the script's: the others hear at once that it is gone."""
