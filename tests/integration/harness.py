@@ -274,6 +274,8 @@ def fault(replica: int, step: int | str, place: str, action: str = "kill") -> Fa
 class Cluster:
     """A coordinator and the ranks of one run. `per_replica`: settings, environment or script of single replicas."""
 
+    positions = 1                                       # ranks of a replica
+
     def __init__(self, directory: Path, script: str, replicas: int, *, plan: Iterable[Fault] = (),
                  settings: dict[str, Any] | None = None, failure_timeout: float = 5.0,
                  per_replica: dict[int, dict[str, Any]] | None = None) -> None:
@@ -300,6 +302,7 @@ class Cluster:
         port_file = self.directory / f"port{self.incarnation}"
         command = [sys.executable, "-m", "recover.membership.coordinator", "--listen", f"127.0.0.1:{self.port}",
                    "--token-file", str(self.directory / "token"), "--run-id", RUN, "--replicas", str(self.replicas),
+                   "--ranks-per-replica", str(self.positions),
                    "--failure-timeout", str(self.failure_timeout), "--incarnation", str(self.incarnation), "--events",
                    str(self.events), "--port-file", str(port_file)]
         with (self.directory / "coordinator.txt").open("ab") as output:

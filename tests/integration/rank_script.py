@@ -18,7 +18,7 @@ from harness import Script
 from run_script import LENGTH, VOCABULARY, Tokens
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -30,8 +30,9 @@ from recover.training.sampling import Microbatch, Sampler, Samples, seed_everyth
 WIDTH, BLOCKS, BATCH = 16, 2, 4
 MESHES: dict[str, dict[str, int] | None] = {"fsdp": None, "pp_tp": {"pp": 2, "tp": 2}, "pp_fsdp": {"pp": 2, "dp_shard": 2}}
 DEFAULTS: dict[str, Any] = dict(layout="fsdp", steps=4, microbatches=6, reduction="exact", chunk=3, width=WIDTH,
-                                reference=False, lose=False, own_seeds=False, doom=None)
-"""doom: {"replica", "position", "step", "inside"}: see `DOOMS`. lose: a microbatch counts half. own_seeds: of each replica."""
+                                reference=False, lose=False, own_seeds=False, doom=None, stays=False)
+"""doom: {"replica", "position", "step", "inside"}: see `DOOMS`. lose: a microbatch counts half. own_seeds: of each replica.
+stays: nothing ends a rank whose replica is out."""
 
 
 class Block(nn.Module):
@@ -107,7 +108,7 @@ class Setup:
         mesh = self.run.mesh
         if "tp" in mesh.mesh_dim_names:
             for block in model.blocks.values():
-                parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(input_layouts=Replicate()), "down": RowwiseParallel()})
+                parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         if "dp_shard" in mesh.mesh_dim_names:
             for block in model.blocks.values():
                 fully_shard(block, mesh=mesh["dp_shard"])
@@ -158,8 +159,8 @@ class Setup:
         return math.sqrt(off / sum(float(total.square().sum()) for total in sums.values()))
 
     def plain_loss(self, parts: list[Stage], microbatch: Microbatch, rank: int) -> Tensor:
-        place = self.run.place
-        data = Samples(self.dataset, Sampler(len(self.dataset), self.run.seed, self.s["microbatches"], BATCH, rank, place.data_size))
+        place, length = self.run.place, len(self.dataset)
+        data = Samples(self.dataset, Sampler(length, self.run.seed, self.s["microbatches"], BATCH, rank, place.data_size))
         x, y = data[microbatch]
         assert x.shape == (BATCH // place.data_size, LENGTH)
         for index, part in enumerate(parts):
@@ -181,15 +182,19 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_in(module: Any, name: str) -> Callable[[Setup], None]:
-    """This rank starts its next `name` and is killed before it is over: its peers are in the middle of it."""
+def dies_in(module: Any, *names: str) -> Callable[[Setup], None]:
+    """This rank starts its next one of `names` (they vary with torch's version) and is killed before it is over: its peers
+    are in the middle of it."""
     def doom(setup: Setup) -> None:
-        plain = getattr(module, name)
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, last(getattr(module, name)))
 
-        def last(*args: Any, **kwargs: Any) -> Any:
+    def last(plain: Callable[..., Any]) -> Callable[..., None]:
+        def started(*args: Any, **kwargs: Any) -> None:
             plain(*args, **kwargs)
             kill()
-        setattr(module, name, last)
+        return started
     return doom
 
 
@@ -204,7 +209,8 @@ def dies_in_flush(setup: Setup) -> None:
     setup.model.register_forward_hook(backward)
 
 
-DOOMS = {"all_gather": dies_in(dist, "all_gather_into_tensor"), "reduce_scatter": dies_in(dist, "reduce_scatter_tensor"),
+DOOMS = {"all_gather": dies_in(dist, "all_gather_single", "all_gather_into_tensor"),
+         "reduce_scatter": dies_in(dist, "reduce_scatter_single", "reduce_scatter_tensor"),
          "all_reduce": dies_in(functional, "all_reduce"), "flush": dies_in_flush}
 
 
@@ -216,6 +222,8 @@ def train(script: Script) -> None:
     doomed = doom is not None and (doom["replica"], doom["position"]) == (run.replica, run.place.rank)
     with run:
         for step in run.steps(setup.s["steps"]):
+            if setup.s["stays"]:
+                run.engine.leave_at_once = lambda: None
             if doomed and step.index == doom["step"]:
                 DOOMS[doom["inside"]](setup)
             setup.computes(step)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import PATIENCE, Cluster, Fault, Rank, Result
+from harness import PATIENCE, RUN, Cluster, Fault, Rank, Result
 
 from recover import events
 from recover.launch.options import free_ports
@@ -38,7 +38,7 @@ class Grid(Cluster):
         base |= {"WORLD_SIZE": str(self.positions), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.ports[replica]),
                  "GLOO_SOCKET_IFNAME": "lo", "RECOVER_REPLICA": str(replica), "RECOVER_REPLICAS": str(self.replicas),
                  "RECOVER_COORDINATOR": f"127.0.0.1:{self.port}", "RECOVER_TOKEN_FILE": str(self.directory / "token"),
-                 "RECOVER_RUN_ID": "ranks-under-test", "RECOVER_EVENTS": str(self.events), "RECOVER_INTERFACE": "127.0.0.1",
+                 "RECOVER_RUN_ID": RUN, "RECOVER_EVENTS": str(self.events), "RECOVER_INTERFACE": "127.0.0.1",
                  "RECOVER_FAILURE_TIMEOUT": str(self.failure_timeout)}
         for position, number in enumerate(self.of(replica)):
             pid = self.server.order(

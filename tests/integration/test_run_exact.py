@@ -129,6 +129,15 @@ def test_a_frozen_replica_is_put_out_and_finds_out_when_it_wakes(tmp_path, refer
     assert max(result.ranks[2].receipts, default=0) <= 3
 
 
+@pytest.mark.parametrize("place", ["complete", "fence", "between"])
+def test_broken_connections_at_the_finish_line(tmp_path, reference, place):
+    """Some have passed the last fence and go; whoever has not must not wait for them."""
+    plan = [fault(1, 2, "optimizer"), fault(0, 2, place, "cut")]
+    result = run(tmp_path, TRAIN, 4, plan=plan, settings={"steps": 3})
+    same(result, reference(3), 3)
+    assert len(result.survivors) == 3
+
+
 def test_a_short_nap_costs_nobody(tmp_path, reference):
     with cluster(tmp_path, TRAIN, 3, plan=[fault(2, 3, "compute:1", "stop")], settings={"steps": SHORT}) as made:
         made.until(lambda: made.stopped(2), "it naps")

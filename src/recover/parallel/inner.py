@@ -30,8 +30,8 @@ Share = tuple[float, float, dict[str, tuple[float, int]]]
 NOTHING: Share = (0.0, 0.0, {})
 
 KINDS: dict[str, Any] = {
-    "turn": bool, "formed": bool, "began": bool, "exit": bool, "entered": bool, "status": Status, "answer": Answer | None,
-    "complete": tuple[bool, Speed, Share], "hash": str,
+    "turn": bool, "formed": tuple[bool, str], "began": bool, "exit": bool, "entered": bool, "status": Status,
+    "answer": Answer | None, "complete": tuple[bool, Speed, Share], "hash": str,
     "found": tuple[str, list[str]], "used": list[str]}
 NAMES = list(KINDS)
 

@@ -5,15 +5,16 @@ every failure. So there is a *flight* per chunk size: a schedule with its own st
 when the size first comes up and kept for the next time. All stages of a replica ask for the same sizes in the same order
 (the positions of a replica act as one), hence they build and forget together.
 
-Three things are done at the edges of every microbatch, by wrapping two methods *of each stage object* (nothing of torch
-is patched globally):
+Three things are done at the edges of every microbatch, by wrapping methods *of each stage object* (nothing of torch is
+patched globally):
 
 * before its forward, the random state is set to that of (microbatch, stage). Seeding once per chunk would make dropout
   masks depend on how the quota was cut. What shape inference computes in between does not pass here and is not counted.
 * before its backward in the last stage, the chunk gets its loss: buckets may leave during the last backward, and take the
   losses along; torch hands them out after it.
 * after its backward, FSDP reduces its gradient, so that hooks fire once per microbatch, and the chunk is told that `.grad`
-  holds it (`boundary`): `exact` rounds single microbatches, not chunks.
+  holds it (`boundary`): `exact` rounds single microbatches, not chunks. The schedule's own reduction, after the chunk, is
+  left out: nothing is left to reduce, but FSDP would reduce zeros for it, and hooks would fire once too often.
 
 Gradients are summed, never scaled: who divides is the run (`scale_grads=False`; else each call would rescale everything
 that was accumulated before it). Loss functions return the microbatch's mean, or its sum if weights are given.
@@ -207,6 +208,7 @@ class Flight:
 
     def _watch(self, stage: PipelineStage) -> None:
         forward, backward, weights = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+        reduce = stage.perform_reduce_grad
 
         def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             self._enter(stage, fwd_chunk_id)
@@ -216,15 +218,19 @@ class Flight:
             self._tell(bwd_chunk_id, loss)
             backward(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
             if full_backward:
-                self._leave(stage, bwd_chunk_id)
+                self._leave(stage, bwd_chunk_id, reduce)
 
         def backward_weight_one_chunk(bwd_chunk_id: int, **kwargs: Any) -> None:
             weights(bwd_chunk_id, **kwargs)
-            self._leave(stage, bwd_chunk_id)
+            self._leave(stage, bwd_chunk_id, reduce)
+
+        def perform_reduce_grad(grad_scale_factor: int) -> None:
+            assert grad_scale_factor == 1, "scale_grads=False"
 
         stage.forward_one_chunk = forward_one_chunk                     # type: ignore[method-assign]
         stage.backward_one_chunk = backward_one_chunk                   # type: ignore[method-assign, assignment]
         stage.backward_weight_one_chunk = backward_weight_one_chunk     # type: ignore[method-assign, assignment]
+        stage.perform_reduce_grad = perform_reduce_grad                 # type: ignore[method-assign]
 
     def _enter(self, stage: PipelineStage, place: int) -> None:
         assert self._chunk is not None
@@ -238,10 +244,10 @@ class Flight:
         if loss is not None:
             self._chunk.losses[place] = loss.detach()
 
-    def _leave(self, stage: PipelineStage, place: int) -> None:
+    def _leave(self, stage: PipelineStage, place: int, reduce: Callable[[int], None]) -> None:
         assert self._chunk is not None
         if isinstance(stage.submod, FSDPModule):        # torch would do it once, after the chunk
-            stage.perform_reduce_grad(1)
+            reduce(1)
         self._chunk.boundary(self._chunk.indices[place])
 
 

@@ -59,12 +59,13 @@ class Schedule:
 
     def trouble(self) -> None:
         """Kills, freezes, leaves, joins."""
-        world, rnd = self.world, self.world.random
-        sound = world.sound()
-        victims = sorted(a for a in self.running if a[0] in world.entry and (a[0] not in sound or len(sound) > 1))
-        if victims and self.happens("kill"):
-            self.end(*rnd.choice(victims))
+        world, rnd, budget = self.world, self.world.random, self.world.budget
+        if budget["kill"]:
             sound = world.sound()
+            victims = sorted(a for a in self.running if a[0] in world.entry and (a[0] not in sound or len(sound) > 1))
+            if victims and self.happens("kill"):
+                self.end(*rnd.choice(victims))
+        sound = world.sound() if budget["freeze"] or budget["leave"] else set()
         if len(sound) > 1 and self.happens("freeze"):
             frozen = {rnd.choice(sorted(sound))}
             world.frozen, world.fragile = world.frozen | frozen, world.fragile | frozen
@@ -75,7 +76,8 @@ class Schedule:
                 self.actors[told, p].position.leave_asked = True
         if not world.finished and self.happens("join"):
             self.start(max(world.entry.keys() | {m for m, _ in self.running} | world.doomed) + 1, joining=True)
-        world.frozen -= {m for m in sorted(world.frozen) if rnd.random() < .01}
+        if world.frozen:
+            world.frozen -= {m for m in sorted(world.frozen) if rnd.random() < .01}
 
     def coordinate(self) -> None:
         """The coordinator crashes, comes back, notices deaths, hears of those who want to leave."""
@@ -103,7 +105,7 @@ class Schedule:
     def clean_up(self) -> None:
         """What is left of a broken replica is ended, some time; and whoever is not in the last view (`verdict`)."""
         world = self.world
-        for m in sorted(world.doomed):
+        for m in sorted(world.doomed) if world.doomed else ():
             if world.random.random() < .03 and m not in world.finished:
                 for p in range(world.positions):
                     self.end(m, p)
@@ -112,7 +114,8 @@ class Schedule:
                 self.end(*a)
 
     def advance(self) -> None:
-        ready = [a for a in self.running if a[0] not in self.world.frozen]
+        frozen = self.world.frozen
+        ready = [a for a in self.running if a[0] not in frozen] if frozen else list(self.running)
         if ready:
             actor = self.world.random.choice(ready)
             if next(self.running[actor], "ended") == "ended":       # type: ignore[call-overload]

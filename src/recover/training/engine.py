@@ -87,6 +87,7 @@ class Engine:
         self.recomputed = 0
         self.committed: Whole | None = None
         self.shares: list[Share] = []                       # of the step at hand, by position
+        self.mistake = ""                                   # this position's model is not like the other replicas'
         self.parting = False                                # past the last fence: others may close their connections
         self.needs_calibration = sums.store.reduction == "exact"     # before the first step only
         self.moves: Iterator[Any] | None = None
@@ -257,6 +258,8 @@ class Engine:
             given = self.inner.agree("complete", (ok, says, self.sums.share() if ok else NOTHING))
             self.shares = [share for _, _, share in given]
             return [(fine, said) for fine, said, _ in given]
+        if request.kind == "formed":
+            return forming.agree(self.inner, bool(request.value), self.mistake)
         return self.inner.agree(request.kind, request.value)
 
     def relayout(self, request: ask.Relayout) -> int:
@@ -273,6 +276,8 @@ class Engine:
             forming.take_over(self.group, self.managed.first_values(), request.root)
         except PeerLost:
             return False
+        except ValueError as mistake:
+            self.mistake = str(mistake)                     # for the agreement that follows: all positions raise it
         return True
 
     def post_fence(self, request: ask.PostFence) -> None:

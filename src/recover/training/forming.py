@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from recover.collectives.contract import Group
-from recover.errors import PeerLost
+from recover.errors import PeerLost, ReplicaBroken
+from recover.parallel.inner import Agreement
 from recover.training.numbers import Kind, number
 
 log = logging.getLogger("recover.training")
@@ -51,6 +52,19 @@ def compare(group: Group, signatures: Sequence[str], timeout: float) -> None:
         farewell(group, number(Kind.COMPARE, 2, chapter), timeout)
         texts = ", ".join(f"replica {m} has {t.decode(errors='replace')!r}" for m, t in sorted(said.items()))
         raise ValueError(f"the replicas' models differ at parameter or buffer {start + differs}: {texts}")
+
+
+def agree(inner: Agreement, formed: bool, mistake: str) -> list[bool]:
+    """Which positions of this replica have formed. ValueError, with the same text on all, if one has a mistake to tell."""
+    given = inner.agree("formed", (formed, mistake))
+    told = [text for _, text in given if text]
+    if not told:
+        return [fine for fine, _ in given]
+    try:
+        inner.agree("formed", (formed, mistake))        # whoever leaves before all have heard ends the others otherwise
+    except ReplicaBroken as gone:
+        log.debug("%s, having heard", gone)
+    raise ValueError(told[0])
 
 
 def take_over(group: Group, values: Sequence[Tensor], root: int) -> None:
