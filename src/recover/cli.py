@@ -58,6 +58,9 @@ def launch(
     from recover.launch import Options
     from recover.launch import launch as run
 
+    if str(script).startswith("-"):
+        _refuse(ValueError(f"there is no option {script} (see recover launch --help)"))
+
     try:
         if events is not None:
             events.mkdir(parents=True, exist_ok=True)

@@ -363,6 +363,7 @@ class Registrar:
             self.release(replica)
             self.core.finish(member)
             log.info("replica %d finished", member)
+            self.deliver()
 
     def leave(self, connection: Connection) -> None:
         """A replica goes, as agreed."""

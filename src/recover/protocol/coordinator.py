@@ -117,9 +117,15 @@ class Coordinator:
             self.change(without=member)
 
     def finish(self, member: int) -> None:
-        """A member passed the last fence and goes: no casualty, and nobody needs to hear of it now."""
+        """A member passed the last fence and goes: no casualty, and nobody needs to hear of it, unless they wait for it."""
         if member in self.view.members:
             self.finished.add(member)
+            self.waive()
+
+    def waive(self) -> None:
+        """An exchange that waits for somebody who finished would wait for ever: it moves to a view without them."""
+        if self.box and self.finished & set(self.view.members) - self.box.keys():
+            self.change()
 
     def suspect(self, view: ViewId) -> None:
         """A collective of `view` failed at some member, though perhaps nobody died."""
@@ -134,6 +140,7 @@ class Coordinator:
         self.box.setdefault(member, payload)
         if self.box.keys() == set(self.view.members):
             self.outbox.append(Answered(self.view.id, dict(self.box)))
+        self.waive()
 
     # -- coming back ------------------------------------------------------------------------------------------------
     def announced(self, member: int, announcement: Announcement) -> None:

@@ -122,7 +122,8 @@ def audit(directory: Path | str, key: bytes = b"") -> Result:
         for check in (_contents, _steps, _witnesses, _agreement):
             offences += check(run)
     if not offences and not any(True for run in runs.values() for _ in run.items()):
-        offences.append(Offence(-1, directory.name, 0, "format", "no receipt here: nothing proves anything"))
+        offences.append(Offence(-1, str(directory), 0, "format", "no receipt here (events-*.jsonl): nothing proves anything; is "
+                                "this the directory that was given to --events?"))
     return Result(tuple(runs.values()), tuple(sorted(offences)))
 
 

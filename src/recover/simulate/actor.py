@@ -7,7 +7,7 @@ from typing import Any
 
 from recover.protocol import requests as ask
 from recover.protocol.coordinator import Announcement
-from recover.protocol.messages import NO_VIEW, Report, View, ViewId
+from recover.protocol.messages import NO_VIEW, View, ViewId
 from recover.protocol.position import Position, Status
 from recover.simulate.world import ENCODER, Op, Sum, World, check
 
@@ -60,6 +60,9 @@ class Actor:
             world.last[self.me] = step
             if step == world.job.steps:
                 world.final = set(self.view.members)
+                if self.p == 0 and world.up:
+                    world.coordinator.finish(self.me)
+                    world.deliver()
 
     @property
     def view(self) -> View:
@@ -271,7 +274,7 @@ class Actor:
         return True
 
     def exchange(self, request: ask.Exchange) -> Steps:
-        world, payload, sent = self.world, b"", NO_VIEW
+        world, sent = self.world, NO_VIEW
         position = self.position
         while True:
             yield
@@ -284,9 +287,8 @@ class Actor:
                 continue
             if c.view.id > request.view and self.me in c.view.members:
                 if sent != c.view.id and self.random.random() < world.pace:
-                    payload = ENCODER.encode(self.completed(request.report))
-                    c.report(self.me, c.view.id, payload)
-                    sent, self.sent_view = c.view.id, c.view
+                    sent, self.sent_view = c.view.id, c.view        # the report itself may make a newer view
+                    c.report(self.me, sent, ENCODER.encode(request.report))
                     world.deliver()
             elif position.step is None and c.pending and self.pending_has_me() and c.pending.view.id > request.view:
                 return ask.Answer(c.pending.view, None)
@@ -294,9 +296,6 @@ class Actor:
                 world.suspect(self.view.id)
 
     sent_view = View()
-
-    def completed(self, report: Report) -> Report:
-        return report
 
     def reform(self, request: ask.Reform) -> Steps:
         """Connecting fails if a member is dead, and may fail for no reason; late results of the old view may come in."""

@@ -88,7 +88,7 @@ class Schedule:
             world.restart()
         c = world.coordinator
         if world.up and not world.rebuilding() and rnd.random() < .05:
-            for m in sorted(world.doomed | world.frozen):
+            for m in sorted((world.doomed | world.frozen) - c.finished):
                 if rnd.random() < (.8 if m in world.doomed else .2):
                     c.lost(m)
             for m in sorted((world.told - world.asked) & set(c.view.members)):

@@ -73,6 +73,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ValueError(f"microbatches (B, per step over all replicas) must be at least 1, not {self.microbatches}")
+        if self.reduction not in ("fast", "exact"):
+            raise ValueError(f'reduction must be "fast" or "exact", not {self.reduction!r}')
         if self.nonfinite not in ("raise", "skip", "keep"):
             raise ValueError(f'nonfinite must be "raise", "skip" or "keep", not {self.nonfinite!r}')
         if self.hash_every < 0:
@@ -348,9 +350,9 @@ class Run:
             loss.register_hook(fault)                   # type: ignore[no-untyped-call]
 
     def _optimizer_steps(self, *_: object) -> None:
-        if self.in_loop:
-            raise RuntimeError("optimizer.step() inside the microbatch loop: the sums are not whole yet; call it after "
-                               "`for microbatch in step` has ended")
+        if self.in_loop or (self._step is not None and not self._step.complete):
+            raise RuntimeError("optimizer.step() inside the microbatch loop, or after leaving it early: the sums are not whole "
+                               "yet; call it after `for microbatch in step` has ended by itself")
 
     def _name_buffers(self, written: list[str]) -> None:
         new = [name for name in written if name not in self._warned]

@@ -158,6 +158,8 @@ class Samples:
         self.collate = collate
 
     def __getitem__(self, microbatch: Microbatch) -> Any:
+        if not isinstance(microbatch, Microbatch):
+            raise TypeError(f"data[...] takes what `for microbatch in step` hands out, not {microbatch!r}")
         items = microbatch.samples(self.sampler)
         with preserved_random_state(), _one_thread():
             part = f"/{self.sampler.part}" if self.sampler.parts > 1 else ""
