@@ -251,8 +251,7 @@ class Run:
                 self._step = step = Step(self, request.step)
                 yield step
                 if not step.complete:
-                    raise RuntimeError(f"the loop over the microbatches of step {step.index} was left early: every microbatch "
-                                       "that `for microbatch in step` hands out must be computed")
+                    raise left_early(step)
                 self._updated(step)
         except FAILURES as error:
             self.failed(error)
@@ -350,9 +349,11 @@ class Run:
             loss.register_hook(fault)                   # type: ignore[no-untyped-call]
 
     def _optimizer_steps(self, *_: object) -> None:
-        if self.in_loop or (self._step is not None and not self._step.complete):
-            raise RuntimeError("optimizer.step() inside the microbatch loop, or after leaving it early: the sums are not whole "
-                               "yet; call it after `for microbatch in step` has ended by itself")
+        if self.in_loop:
+            raise RuntimeError("optimizer.step() inside the microbatch loop: the sums are not whole yet; call it after "
+                               "`for microbatch in step` has ended by itself")
+        if self._step is not None and not self._step.complete:
+            raise left_early(self._step)
 
     def _name_buffers(self, written: list[str]) -> None:
         new = [name for name in written if name not in self._warned]
@@ -408,6 +409,11 @@ class Run:
         if isinstance(error, Exception) and self._started:      # else it was told to stop
             self.failed(error)
         self.close()
+
+
+def left_early(step: Step) -> RuntimeError:
+    return RuntimeError(f"the loop over the microbatches of step {step.index} was left early: every microbatch that "
+                        "`for microbatch in step` hands out must be computed before the step can be summed")
 
 
 __all__ = ["Run", "join"]
