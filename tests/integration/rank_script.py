@@ -30,9 +30,9 @@ from recover.training.sampling import Microbatch, Sampler, Samples, seed_everyth
 WIDTH, BLOCKS, BATCH = 16, 2, 4
 MESHES: dict[str, dict[str, int] | None] = {"fsdp": None, "pp_tp": {"pp": 2, "tp": 2}, "pp_fsdp": {"pp": 2, "dp_shard": 2}}
 DEFAULTS: dict[str, Any] = dict(layout="fsdp", steps=4, microbatches=6, reduction="exact", chunk=3, width=WIDTH,
-                                reference=False, lose=False, own_seeds=False, doom=None, stays=False)
+                                reference=False, lose=False, own_seeds=False, doom=None, stays=False, evaluate=0)
 """doom: {"replica", "position", "step", "inside"}: see `DOOMS`. lose: a microbatch counts half. own_seeds: of each replica.
-stays: nothing ends a rank whose replica is out."""
+stays: nothing ends a rank whose replica is out. evaluate: so many samples, in every second step."""
 
 
 class Block(nn.Module):
@@ -101,6 +101,8 @@ class Setup:
         if self.stages > 1:
             self.pipeline = Pipeline({run.place.stage: self.model}, 2, loss_fn, group=run.mesh["pp"].get_group(),
                                      exact=s["reduction"] == "exact")
+        if s["evaluate"]:
+            run.evaluate(Tokens(s["evaluate"]), BATCH, self.score, every=2)
         if s["own_seeds"]:
             run.options = run.options.__class__(**{**vars(run.options), "seed": run.seed + run.replica})
 
@@ -130,6 +132,29 @@ class Setup:
             with step.microbatch(*chunk) as m:
                 self.pipeline(m).step(x, target=y)
 
+    def score(self, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        x, y = batch
+        losses = self.pipeline.evaluate(x, target=y) if self.stages > 1 else [loss_fn(self.model(x), y)]
+        return {"loss": (losses[0] * len(x), len(x))} if losses else {}
+
+    def truth(self) -> float:
+        """The mean loss of the evaluation set, by the whole model in one go."""
+        parts = self.whole()
+        x, y = (torch.stack(parts) for parts in zip(*(self.dataset[n] for n in range(self.s["evaluate"])), strict=True))
+        with torch.no_grad():
+            for part in parts:
+                x = part.eval()(x)
+        return float(loss_fn(x, y))
+
+    def whole(self) -> list[Stage]:
+        """Every stage, unsharded, with the values that the ranks of this replica hold."""
+        values = self.everywhere({name: full(p.detach()) for name, p in self.model.named_parameters()})
+        parts = [Stage(index, self.stages, self.s["width"]) for index in range(self.stages)]
+        for part in parts:
+            for name, p in part.named_parameters():
+                p.data.copy_(values[name])
+        return parts
+
     def say(self, chunk: tuple[Microbatch, ...]) -> None:
         for each in chunk:
             self.script.say("microbatch", step=each.step, index=each.index)
@@ -138,12 +163,9 @@ class Setup:
 
     def reference_error(self, step: int) -> float:
         """|gradient - float64 mean of every microbatch's float32 gradient| / |mean|, the latter computed here, unsharded."""
-        values = self.everywhere({name: full(p.detach()) for name, p in self.model.named_parameters()})
         given = self.everywhere({name: full(p.grad) for name, p in self.model.named_parameters() if p.grad is not None})
-        parts = [Stage(index, self.stages, self.s["width"]) for index in range(self.stages)]
+        parts = self.whole()
         named = {name: p for part in parts for name, p in part.named_parameters()}
-        for name, p in named.items():
-            p.data.copy_(values[name])
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in named.items()}
         B, ranks = self.s["microbatches"], self.run.place.data_size
         for index in range(B):
@@ -227,6 +249,8 @@ def train(script: Script) -> None:
             if doomed and step.index == doom["step"]:
                 DOOMS[doom["inside"]](setup)
             setup.computes(step)
+            if step.evaluation:
+                script.say("evaluation", step=step.index, scores=step.evaluation, truth=setup.truth())
             if setup.s["reference"]:
                 script.say("error", step=step.index, relative=setup.reference_error(step.index))
             if setup.stages == 1:
@@ -234,6 +258,8 @@ def train(script: Script) -> None:
             setup.optimizer.step()
             setup.optimizer.zero_grad()
             script.say("step", step=step.index, loss=step.loss.hex(), buckets=run.sums.gradient_count)
+        if setup.s["evaluate"]:
+            script.say("evaluation", step=setup.s["steps"], scores=run.evaluation, truth=setup.truth())
     script.say("done")
 
 

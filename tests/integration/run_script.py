@@ -24,10 +24,11 @@ DEFAULTS: dict[str, Any] = dict(
     steps=30, microbatches=12, seed=3, reduction="exact", hash_every=1, policy="balanced", nonfinite="raise",
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
-    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None)
+    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None)
 """spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
 microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
-"buckets"}: see `forgetful`. dies: "form" (see `dies_forming`). order, width: make a model that does not fit the others'."""
+"buckets"}: see `forgetful`. dies: "form" (see `dies_forming`). order, width: make a model that does not fit the others'.
+compile: torch.compile's arguments."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -83,6 +84,8 @@ class Setup:
         torch.manual_seed(s.get("init", 11))
         self.model = Tiny(s["width"], s["tied"], s["batch_norm"], s["order"], s["unused"])
         self.model.to(getattr(torch, s["dtype"]))
+        if s["compile"] is not None:
+            self.model = torch.compile(self.model, **s["compile"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / math.sqrt(n + 1))
 
@@ -110,6 +113,14 @@ class Setup:
             return loss * 1e9 if self.s["boost"] == [microbatch.step, microbatch.index] else loss, None
         count = self.tokens(microbatch)
         return cross_entropy(logits[:count], wanted[:count], reduction="sum"), float(count)
+
+    def truth(self, length: int) -> float:
+        """The mean loss of the first `length` samples, in one go."""
+        self.model.eval()
+        with torch.no_grad():
+            loss = cross_entropy(self.model(TEXT[:length, :-1]), TEXT[:length, 1:].flatten())
+        self.model.train()
+        return float(loss)
 
     def reference_error(self, run: recover.Run, step: recover.training.step.Step) -> float:
         """|.grad - float64 mean of every microbatch's float32 gradient| / |mean|, all replayed here."""
@@ -196,6 +207,43 @@ def train(script: Script) -> None:
             script.say("step", step=step.index, loss=step.loss.hex(), metrics=step.metrics, skipped=step.skipped,
                        buckets=run.sums.gradient_count, leader=run.is_leader)
     script.say("done", cpu=time.process_time())
+
+
+class Numbered(Tokens):
+    """An evaluation set whose items say which they are."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return *super().__getitem__(index), index
+
+
+def evaluates(script: Script) -> None:
+    """Evaluates 37 samples every third step and at the end. Says which samples were scored, and what came out."""
+    setup = Setup(script)
+    with setup.join() as run:
+        now = [0]
+
+        def score(batch: list[Tensor]) -> dict[str, tuple[Tensor, int]]:
+            x, y, numbers = batch
+            assert not setup.model.training
+            script.say("scored", step=now[0], samples=numbers.tolist())
+            loss = cross_entropy(setup.model(x), y.flatten(), reduction="sum")
+            return {"loss": (loss, y.numel()), "sum of numbers": (numbers.sum(), 1)}
+
+        run.evaluate(Numbered(37), 4, score, every=3)
+        for step in run.steps(setup.s["steps"]):
+            now[0] = step.index
+            for microbatch in step:
+                script.say("microbatch", step=microbatch.step, index=microbatch.index)
+                assert setup.model.training
+                loss, weight = setup.loss(microbatch)
+                step.backward(loss, weight=weight)
+            if step.evaluation:
+                script.say("evaluation", step=step.index, scores=step.evaluation, truth=setup.truth(37))
+            update(setup)
+            script.say("step", step=step.index, loss=step.loss.hex(), leader=run.is_leader)
+            now[0] = step.index + 1
+        script.say("evaluation", step=now[0], scores=run.evaluation, truth=setup.truth(37))
+    script.say("done")
 
 
 # ---------------------------------------------------------------- for comparison

@@ -125,6 +125,21 @@ def test_a_negative_control_of_the_measure(tmp_path):
     assert min(said["relative"] for rank in result.survivors for said in rank.all("error")) > 1e-3
 
 
+# -- evaluation ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("layout", "plan"), [
+    ("fsdp", [kill(0, 1, 2, "compute:1")]), ("fsdp", [kill(2, 0, STEPS, "complete")]),
+    ("pp_tp", [kill(1, 3, 2, "reduce:1")]), ("pp_fsdp", [kill(0, 2, 2, "compute:1")])])
+def test_evaluation_is_one_process(tmp_path, reference, layout, plan):
+    """Of 25 samples in batches of 4: the last holds one, which two data ranks share."""
+    result, _ = go(tmp_path, layout, plan, settings={"evaluate": 25})
+    same(result, layout, reference)
+    for rank in result.survivors:
+        assert [said["step"] for said in rank.all("evaluation")] == [0, 2, STEPS]
+        for said in rank.all("evaluation"):
+            assert said["scores"]["loss"] == pytest.approx(said["truth"], rel=1e-5)
+
+
 # -- a replica leaves as a whole -----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("layout", "doom"), [("fsdp", None), ("pp_tp", None), ("fsdp", "all_gather"), ("pp_tp", "flush")])

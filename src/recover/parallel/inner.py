@@ -25,9 +25,9 @@ from recover.protocol.requests import Answer
 PIECE = 60 << 10
 HEAD = struct.Struct(">BH")                             # kind, pieces
 
-Share = tuple[float, float, dict[str, tuple[float, int]]]
-"""One position's part of a whole step: sum of weights, sum of losses, and per metric its sum and count."""
-NOTHING: Share = (0.0, 0.0, {})
+Share = tuple[float, float, dict[str, tuple[float, float]], dict[str, tuple[float, float]]]
+"""One position's part of a whole step: sum of weights, sum of losses, and sum and weight of each metric and each score."""
+NOTHING: Share = (0.0, 0.0, {}, {})
 
 KINDS: dict[str, Any] = {
     "turn": bool, "formed": tuple[bool, str], "began": bool, "exit": bool, "entered": bool, "status": Status,

@@ -131,6 +131,7 @@ class Pipeline:
         self.modules, self.count, self.loss_fn = dict(sorted(modules.items())), count, loss_fn
         self.group, self.schedule, self.ranks = group, name, ranks
         self._flights: OrderedDict[int, Flight] = OrderedDict()
+        self._forwards: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     @property
     def splits(self) -> bool:
@@ -147,13 +148,36 @@ class Pipeline:
         flight.load(chunk)
         return flight
 
+    def evaluate(self, *args: Any, target: Any) -> list[Tensor]:
+        """Forward only, for a score function of `run.evaluate`: [`loss_fn`'s 0-dim loss of this batch] on the last stage, []
+        on the others. All ranks of the pipeline call it. args, target: as in `Flight.step`, of one batch."""
+        shapes = tuple(tuple(part.shape) for part in (*args, target) if isinstance(part, Tensor))
+        schedule = self._forwards.pop(shapes, None)
+        if schedule is None:
+            _, schedule, stages = self._schedule(1)
+            for stage in stages:                        # there are none; FSDP would reduce zeros, and hooks fire
+                stage.perform_reduce_grad = reduces_nothing     # type: ignore[method-assign]
+        self._forwards[shapes] = schedule
+        while len(self._forwards) > KEPT:
+            self._forwards.popitem(last=False)
+        losses: list[Tensor] = []
+        kept = Kept(list(self.modules.values()))        # the first of each shape begins with shape inference
+        with torch.no_grad():
+            schedule.eval(*args, target=target, losses=losses)
+        kept.put_back()
+        return losses
+
     def _build(self, size: int) -> Flight:
+        name, schedule, stages = self._schedule(size)
+        return Flight(name, schedule, stages, size)
+
+    def _schedule(self, size: int) -> tuple[str, Any, list[PipelineStage]]:
+        """torch's, for `size` microbatches, with stages of its own."""
         name = choose(self.schedule, size, self.count, self.ranks)
         stages = [PipelineStage(module, index, self.count, device_of(module), group=self.group)
                   for index, module in self.modules.items()]
         kind: Any = get_schedule_class(name)
-        schedule = kind(stages[0] if name in SINGLE else stages, size, loss_fn=self.loss_fn, scale_grads=False)
-        return Flight(name, schedule, stages, size)
+        return name, kind(stages[0] if name in SINGLE else stages, size, loss_fn=self.loss_fn, scale_grads=False), stages
 
 
 class Flight:
@@ -224,13 +248,10 @@ class Flight:
             weights(bwd_chunk_id, **kwargs)
             self._leave(stage, bwd_chunk_id, reduce)
 
-        def perform_reduce_grad(grad_scale_factor: int) -> None:
-            assert grad_scale_factor == 1, "scale_grads=False"
-
         stage.forward_one_chunk = forward_one_chunk                     # type: ignore[method-assign]
         stage.backward_one_chunk = backward_one_chunk                   # type: ignore[method-assign, assignment]
         stage.backward_weight_one_chunk = backward_weight_one_chunk     # type: ignore[method-assign, assignment]
-        stage.perform_reduce_grad = perform_reduce_grad                 # type: ignore[method-assign]
+        stage.perform_reduce_grad = reduces_nothing                     # type: ignore[method-assign]
 
     def _enter(self, stage: PipelineStage, place: int) -> None:
         assert self._chunk is not None
@@ -249,6 +270,11 @@ class Flight:
         if isinstance(stage.submod, FSDPModule):        # torch would do it once, after the chunk
             reduce(1)
         self._chunk.boundary(self._chunk.indices[place])
+
+
+def reduces_nothing(grad_scale_factor: int) -> None:
+    """A stage's own reduction of gradients, left out."""
+    assert grad_scale_factor == 1, "scale_grads=False"
 
 
 class Kept:

@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,9 +100,10 @@ class Engine:
             ask.Exchange: self.exchange, ask.Reform: self.reform, ask.Confirm: self.confirm, ask.Forward: self.forward,
             ask.Decided: self.decided, ask.Suspect: self.suspect}
 
-    def start(self, position: Position, count: int | None) -> None:
-        """`count`: the microbatches in every step; None if the policy lets the batch shrink."""
-        self.position, self.count = position, count
+    def start(self, position: Position, count: int | None, script: Sequence[str] = ()) -> None:
+        """`count`: the microbatches in every step; None if the policy lets the batch shrink. `script`: what all replicas'
+        scripts must have alike."""
+        self.position, self.count, self.script = position, count, script
         self.moves, self.answer = position.run(), None
 
     # -- the pump ---------------------------------------------------------------------------------------------------
@@ -270,9 +271,9 @@ class Engine:
 
     def form(self, request: ask.Form) -> bool:
         assert self.group is not None
-        signatures = [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
+        model = [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
         try:
-            forming.compare(self.group, signatures, self.timeouts.drain)
+            forming.compare(self.group, self.script, model, self.timeouts.drain)
             forming.take_over(self.group, self.managed.first_values(), request.root)
         except PeerLost:
             return False

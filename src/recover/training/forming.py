@@ -37,8 +37,10 @@ def short_digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-def compare(group: Group, signatures: Sequence[str], timeout: float) -> None:
-    """Models must be alike. Raises ValueError that names the first difference, on every replica; PeerLost."""
+def compare(group: Group, script: Sequence[str], model: Sequence[str], timeout: float) -> None:
+    """What scripts ask for and models must be alike. Raises ValueError that names the first difference, on every replica;
+    PeerLost."""
+    signatures = [*script, *model]
     for start in range(0, max(1, len(signatures)), PART):
         part, chapter = signatures[start:start + PART], start // PART
         sums = b"".join(short_digest(text) for text in (*part, str(len(signatures))))
@@ -47,11 +49,13 @@ def compare(group: Group, signatures: Sequence[str], timeout: float) -> None:
             continue
         length = min(map(len, given.values())) // 8
         differs = next((n for n in range(length) if len({g[8 * n:8 * n + 8] for g in given.values()}) > 1), length)
-        text = part[differs] if differs < len(part) else f"{len(signatures)} parameters and buffers"
+        text = part[differs] if differs < len(part) else f"{len(model)} parameters and buffers"
         said = group.gather(number(Kind.COMPARE, 1, chapter), text.encode()[:TEXT]).wait()
         farewell(group, number(Kind.COMPARE, 2, chapter), timeout)
         texts = ", ".join(f"replica {m} has {t.decode(errors='replace')!r}" for m, t in sorted(said.items()))
-        raise ValueError(f"the replicas' models differ at parameter or buffer {start + differs}: {texts}")
+        place = start + differs - len(script)
+        what = "scripts differ" if place < 0 else f"models differ at parameter or buffer {place}"
+        raise ValueError(f"the replicas' {what}: {texts}")
 
 
 def agree(inner: Agreement, formed: bool, mistake: str) -> list[bool]:

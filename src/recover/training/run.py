@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import secrets
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ from recover.protocol import requests as ask
 from recover.protocol.decision import Job
 from recover.protocol.messages import NO_VIEW
 from recover.protocol.position import Position
+from recover.training.compiled import refuse_measured
 from recover.training.engine import Engine, Links
+from recover.training.evaluation import Evaluation, Evaluator, Score
 from recover.training.loader import Loader
 from recover.training.managed import Managed
 from recover.training.metrics import Metrics
@@ -148,6 +151,8 @@ class Run:
         self.timeouts = Timeouts(failure_timeout=float(os.environ.get("RECOVER_FAILURE_TIMEOUT", "5")))
         self.replica = environment.replica if environment else 0
         self.in_loop = False
+        self.evaluation: dict[str, float] = {}          # the newest
+        self._steps = 0
         self._loaders: list[Loader] = []
         self._fault: Tensor | None = None
         self._step: Step | None = None
@@ -190,6 +195,8 @@ class Run:
         if self._started or hasattr(self, "managed"):
             raise RuntimeError("run.manage is called once, before run.steps, with everything that is trained")
         self.managed = Managed(objects)
+        if self.options.reduction == "exact":
+            refuse_measured(self.managed.models)
         fsdp.prepare(self.managed.models)
         options = self.options
         store = GradientStore(self.managed.parameters(), microbatches=options.microbatches, reduction=options.reduction,
@@ -215,13 +222,33 @@ class Run:
         self._loaders.append(loader)
         return loader
 
+    def evaluate(self, dataset: MapDataset, batch_size: int, score: Score, *, every: int = 0,
+                 collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+        """Evaluate the model on `dataset`, shared out over the replicas, each sample once, also when one dies.
+
+        score: called with each collated batch, the model in evaluation mode, without gradients; gives for each name a pair,
+        the sum over the batch and the batch's weight (its number of tokens, say). All ranks of a replica call it; what the
+        last stage of a pipeline gives counts. every: evaluate with each n-th step, the first included: `step.evaluation` has
+        {name: sum of sums / sum of weights}, for the weights from before the step's update (like `step.loss`). Always once
+        more after the last step: `run.evaluation`, which is the newest at any time.
+
+        Call it before run.steps, after run.manage. Raises ValueError for a mistake, RuntimeError at the wrong time.
+        """
+        if self._started or not hasattr(self, "managed"):
+            raise RuntimeError("run.evaluate is called after run.manage and before run.steps")
+        if self.sums.evaluator is not None:
+            raise RuntimeError("run.evaluate is called once: one score function may give several names")
+        evaluation = Evaluation(dataset, batch_size, score, every, collate_fn or default_collate, self.place.data_rank,
+                                self.place.data_size)
+        self.sums.attach(Evaluator(evaluation, self.options.microbatches, self.options.seed, self.managed.models))
+
     def _sampler(self, dataset: MapDataset, batch_size: int) -> Sampler:
         return Sampler(len(dataset), self.options.seed, self.options.microbatches, batch_size,
                        self.place.data_rank, self.place.data_size)
 
     def _predict(self, step: int) -> Sequence[int]:
         """What this replica will probably compute in `step`: a guess for the loader's workers."""
-        if not self._started or step >= self.engine.position.job.steps:
+        if not self._started or step >= self._steps:
             return ()
         position = self.engine.position
         if step in position.owes:
@@ -249,6 +276,9 @@ class Run:
                     break
                 assert isinstance(request, ask.Begin), request
                 self._step = step = Step(self, request.step)
+                if step.index == count:
+                    self._evaluate_last(step)
+                    continue
                 yield step
                 if not step.complete:
                     raise left_early(step)
@@ -259,16 +289,18 @@ class Run:
         self._end("finished")
 
     def _start(self, count: int) -> None:
-        self._started = True
+        self._started, self._steps = True, count
         injector = self.injector
         if injector is None:
             from recover.faults.injector import Injector
             injector = Injector()
         links = Links(self.member, self.backend, self.inner, self.place)
         self.engine = Engine(links, self.sums, self.managed, timeouts=self.timeouts, injector=injector, record=self.record)
-        job = Job(self.options.microbatches, count, self.options.policy)
+        evaluator = self.sums.evaluator
+        job = Job(self.options.microbatches, count + (evaluator is not None), self.options.policy)
         position = Position(job, self.replica, self.place.rank, self.sums.count, first=True)
-        self.engine.start(position, self.options.microbatches if self.options.policy.constant else None)
+        script = [f"{count} steps", "no evaluation" if evaluator is None else evaluator.signature()]
+        self.engine.start(position, self.options.microbatches if self.options.policy.constant else None, script)
         self.member.start()
         self.member.wait_view(NO_VIEW, self.timeouts.formation)
         self.record.emit(events.RUN_JOINED, view=self.member.latest.id, members=self.member.latest.members)
@@ -277,6 +309,11 @@ class Run:
         """(Step.) The sums are whole and in `.grad`."""
         whole = self.engine.committed
         assert whole is not None
+        evaluator = self.sums.evaluator
+        if evaluator is not None and evaluator.evaluation.due(step.index, self._steps):
+            step.evaluation = self.evaluation = whole.scores
+        if step.index == self._steps:
+            return
         step.loss, step.metrics, self._loss = whole.loss, whole.metrics, whole.loss
         self._name_buffers(whole.written)
         hashed = self.options.hash_every and (step.index + 1) % self.options.hash_every == 0
@@ -287,6 +324,21 @@ class Run:
             policy_constant=self.options.policy.constant))
         if whole.nonfinite:
             self._not_finite(step, f"step {step.index}: {whole.nonfinite}")
+
+    def score(self, step: int, indices: Sequence[int]) -> None:
+        """(Step.) The evaluation's part that these microbatches bring along."""
+        evaluator = self.sums.evaluator
+        if evaluator is not None and evaluator.evaluation.due(step, self._steps):
+            evaluator.score(step, indices)
+            self.engine.since = time.monotonic()        # a microbatch's time is without it
+
+    def _evaluate_last(self, step: Step) -> None:
+        """After the last update: a step of microbatches without a backward, whose zeros are reduced and dropped."""
+        self.engine.pipelined = True                    # FSDP has nothing to withhold
+        for _ in step:
+            with step.microbatch() as entry:
+                entry.loss = 0.0
+        self.sums.store.clear()
 
     def _not_finite(self, step: Step, text: str) -> None:
         if self.options.nonfinite == "raise":
@@ -381,7 +433,7 @@ class Run:
             return
         self._ended = True
         position = self.engine.position
-        last = None if position.step is None else position.step - 1
+        last = None if position.step is None else min(position.step, self._steps) - 1
         if status == "finished":
             self.engine.publisher.publish(position.job.steps)
         self.record.emit(events.RUN_END, status=status, last_step=last, final_loss=None if math.isnan(self._loss) else self._loss,

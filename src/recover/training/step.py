@@ -28,7 +28,8 @@ class Step:
     """`for microbatch in step: ...`; then `.grad` holds the mean gradient over all B microbatches, once each.
 
     index: the step's number. After the loop: `loss` (mean over all microbatches, or over the global weight), `metrics`,
-    and `skipped` (the gradient was not finite, and the run skips such steps: every `.grad` is None).
+    `evaluation` (name -> weighted mean over the evaluation set, if the step had one: see `run.evaluate`), and `skipped` (the
+    gradient was not finite, and the run skips such steps: every `.grad` is None).
     """
 
     def __init__(self, run: Run, index: int) -> None:
@@ -36,6 +37,7 @@ class Step:
         self.index = index
         self.loss = math.nan
         self.metrics: dict[str, float] = {}
+        self.evaluation: dict[str, float] = {}
         self.skipped = False
         self.complete = False
         self._entered = False
@@ -73,6 +75,7 @@ class Step:
             if run.engine.needs_calibration:
                 yield from self._calibrate()
             while isinstance(request := run.engine.advance(), ask.Compute):
+                run.score(request.step, request.indices)
                 yield from self._hand_out(tuple(Microbatch(request.step, index) for index in request.indices))
         finally:
             run.in_loop = False

@@ -6,7 +6,7 @@ the last backward; the others leave when the microbatch loop ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,8 @@ from recover.gradients.commit import Committed
 from recover.gradients.store import GradientStore
 from recover.parallel import fsdp
 from recover.parallel.inner import Share
-from recover.training.metrics import Metrics
+from recover.training.evaluation import Evaluator
+from recover.training.metrics import Metrics, means
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Whole:
     loss: float                         # mean over the step's global weight
     divisor: float
     metrics: dict[str, float]
+    scores: dict[str, float]            # of the evaluation, in a step that has one
     written: list[str]
     nonfinite: str                      # where the gradient is not finite, in words; "" if it is
 
@@ -39,11 +41,19 @@ class Sums:
 
     def __init__(self, store: GradientStore, buffers: BufferWatch, metrics: Metrics, models: Sequence[nn.Module] = ()) -> None:
         self.store, self.buffers, self.metrics = store, buffers, metrics
+        self.evaluator: Evaluator | None = None
         self.sharded = tuple(models) if fsdp.modules_of(models) else ()      # under FSDP
         self._withhold = False                          # FSDP keeps the gradients of the microbatch in hand for a later one
         if self.sharded:
             fsdp.watch(self.sharded, store.track(fsdp.sharded(self.sharded)))
+        self._tables = [metrics]
         self._others: list[BufferWatch | Metrics] = [metrics] if buffers.empty else [buffers, metrics]
+
+    def attach(self, evaluator: Evaluator) -> None:
+        """(Before the first step.) Its scores travel too."""
+        self.evaluator = evaluator
+        self._tables.append(evaluator.table)
+        self._others.append(evaluator.table)
 
     @property
     def gradient_count(self) -> int:
@@ -74,15 +84,16 @@ class Sums:
     def begin(self, step: int) -> None:
         self.store.begin(step)
         self.buffers.begin()
-        self.metrics.begin()
+        for table in self._tables:
+            table.begin()
 
     def before_forward(self, last: bool, pipelined: bool) -> None:
         """Tell FSDP whether the microbatch's gradients are reduced inside the replica now, or with a later one.
 
         A pipeline's adapter reduces them after each microbatch by itself.
         """
+        self._withhold = bool(self.sharded) and not (pipelined or last or self.store.synchronises_each)
         if self.sharded and not pipelined:
-            self._withhold = not (last or self.store.synchronises_each)
             fsdp.sync(self.sharded, not self._withhold)
 
     def flush(self, member: int) -> None:
@@ -98,8 +109,9 @@ class Sums:
                 self.store.microbatch(indices, member, launch=launch, withheld=self._withhold,
                                       wanted=sorted(b for b in wanted if b < self.gradient_count)) as entry:
             yield entry
-        for index in indices:
-            self.metrics.entered(index)
+        for table in self._tables:
+            for index in indices:
+                table.entered(index)
 
     @contextmanager
     def calibration(self) -> Iterator[Entry]:
@@ -109,10 +121,11 @@ class Sums:
             yield Entry()
 
     def share(self) -> Share:
-        """(All buckets are whole.) This position's part of the step's weight, loss and metrics."""
+        """(All buckets are whole.) This position's part of the step's weight, loss, metrics and scores."""
         last = self.store.buckets[-1]
         values = last.reduced_tail.tolist()
-        return math.fsum(values[last.tail.weight]), sum(values[last.tail.loss]), self.metrics.totals()
+        scores = {} if self.evaluator is None else self.evaluator.table.totals()
+        return math.fsum(values[last.tail.weight]), sum(values[last.tail.loss]), self.metrics.totals(), scores
 
     def commit(self, count: int | None, shares: Sequence[Share]) -> Whole:
         """`.grad` becomes the step's gradient, divided by the weight of all data ranks' shares.
@@ -120,22 +133,14 @@ class Sums:
         `count` microbatches must be inside; None: however many there are (a policy that lets the batch shrink).
         """
         inside = count if count is not None else sum(self.store.buckets[-1].counts())
-        divisor = math.fsum(weight for weight, _, _ in shares)
+        divisor = math.fsum(share[0] for share in shares)
         gradient = self.store.commit(count=inside, divisor=divisor)
         written = [] if self.buffers.empty else self.buffers.commit(count=inside)
-        self.metrics.check(inside)
-        loss = sum(part for _, part, _ in shares) / divisor
-        return Whole(gradient, loss, divisor, means(part for _, _, part in shares), written, where(gradient.nonfinite))
-
-
-def means(parts: Iterable[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """name -> mean over all microbatches and data ranks that added it."""
-    totals: dict[str, tuple[float, int]] = {}
-    for part in parts:
-        for name, (value, count) in part.items():
-            before = totals.get(name, (0.0, 0))
-            totals[name] = before[0] + value, before[1] + count
-    return {name: value / count for name, (value, count) in totals.items()}
+        for table in self._tables:
+            table.check(inside)
+        loss = sum(share[1] for share in shares) / divisor
+        metrics, scores = means(share[2] for share in shares), means(share[3] for share in shares)
+        return Whole(gradient, loss, divisor, metrics, scores, written, where(gradient.nonfinite))
 
 
 def where(nonfinite: tuple[int | None, str] | None) -> str:
