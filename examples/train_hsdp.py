@@ -13,11 +13,13 @@ import argparse
 import sys
 
 import torch
+from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import recover
@@ -58,6 +60,10 @@ def build(args: argparse.Namespace, mesh: object) -> LlamaForCausalLM:
     return model
 
 
+def loss_fn(output: CausalLMOutputWithPast, y: Tensor) -> Tensor:
+    return cross_entropy(output.logits.float().flatten(0, 1), y.flatten())
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     try:
@@ -65,9 +71,10 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as mistake:
         sys.exit(f"train_hsdp.py: {mistake}")
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     run = recover.join(microbatches=args.microbatches, seed=args.seed, reduction=args.reduction, hash_every=args.hash_every,
                        first_bucket_bytes=64 << 10)
-    model = build(args, run.mesh)
+    model = build(args, run.mesh).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(args.steps))
     run.manage(model, optimizer, scheduler)
@@ -76,13 +83,13 @@ def main(argv: list[str] | None = None) -> None:
     with run:
         for step in run.steps(args.steps):
             for microbatch in step:
-                x, y = data[microbatch]
-                step.backward(cross_entropy(model(input_ids=x).logits.float().flatten(0, 1), y.flatten()))
+                x, y = (part.to(device) for part in data[microbatch])
+                step.backward(loss_fn(model(x), y))
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            if run.is_leader and run.place.rank == 0 and step.index % 5 == 0:
+            if run.is_leader and run.place.rank == 0 and step.index % 10 == 0:
                 print(f"step {step.index:4d}  loss {step.loss:.4f}", flush=True)
         if run.is_leader and run.place.rank == 0:
             print(f"done: {args.steps} steps, loss {step.loss:.6f}", flush=True)

@@ -115,20 +115,25 @@ def events_schema() -> None:
 @simulate_app.command("protocol")
 def simulate_protocol(
     seeds: Annotated[str, typer.Option(metavar="A:B", help="The seeds A to B-1.")] = "0:1000",
-    positions: Annotated[int | None, typer.Option(help="Ranks per replica; by default the seed says.")] = None,
+    positions: Annotated[str | None, typer.Option(metavar="N|N:M", help="Ranks per replica (N to M in turn); by default the "
+                                                                         "seed says.")] = None,
     processes: Annotated[int | None, typer.Option(help="By default one per processor.")] = None,
 ) -> None:
     """Run seeded failure schedules over the protocol; exit with 1 and print the seed of a violation."""
     first, colon, last = seeds.partition(":")
     if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
         _refuse(ValueError(f"--seeds must be A:B with A < B, not {seeds!r}"))
-    from recover.simulate.protocol import run_seeds
+    low, _, high = (positions or "").partition(":")
+    if positions is not None and not (low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low)):
+        _refuse(ValueError(f"--positions must be N or N:M with 1 <= N <= M, not {positions!r}"))
+    from recover.simulate.protocol import number, run_seeds
 
-    views, broken = run_seeds(int(first), int(last), positions=positions, processes=processes)
+    ranks = range(int(low), int(high or low) + 1) if positions is not None else None
+    views, broken = run_seeds(int(first), int(last), positions=ranks, processes=processes)
     if broken is not None:
         seed, what = broken
         replay = f"recover simulate protocol --seeds {seed}:{seed + 1}"
-        print(f"seed {seed}: {what}\nreplay: {replay}" + (f" --positions {positions}" if positions else ""))
+        print(f"seed {seed}: {what}\nreplay: {replay}" + (f" --positions {number(ranks, seed)}" if ranks else ""))
         raise typer.Exit(1)
     print(f"{sum(views.values())} schedules hold; by number of views: "
           + ", ".join(f"{number}: {count}" for number, count in sorted(views.items())))

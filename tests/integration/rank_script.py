@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from harness import Script
-from run_script import LENGTH, VOCABULARY, Tokens
+from run_script import LENGTH, VOCABULARY, Tokens, forgetful
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,9 +30,11 @@ from recover.training.sampling import Microbatch, Sampler, Samples, seed_everyth
 WIDTH, BLOCKS, BATCH = 16, 2, 4
 MESHES: dict[str, dict[str, int] | None] = {"fsdp": None, "pp_tp": {"pp": 2, "tp": 2}, "pp_fsdp": {"pp": 2, "dp_shard": 2}}
 DEFAULTS: dict[str, Any] = dict(layout="fsdp", steps=4, microbatches=6, reduction="exact", chunk=3, width=WIDTH,
-                                reference=False, lose=False, own_seeds=False, doom=None, stays=False, evaluate=0)
+                                reference=False, lose=False, own_seeds=False, doom=None, stays=False, evaluate=0,
+                                forget=None)
 """doom: {"replica", "position", "step", "inside"}: see `DOOMS`. lose: a microbatch counts half. own_seeds: of each replica.
-stays: nothing ends a rank whose replica is out. evaluate: so many samples, in every second step."""
+stays: nothing ends a rank whose replica is out. evaluate: so many samples, in every second step.
+forget: see `run_script.forgetful`."""
 
 
 class Block(nn.Module):
@@ -244,6 +246,8 @@ def train(script: Script) -> None:
     doomed = doom is not None and (doom["replica"], doom["position"]) == (run.replica, run.place.rank)
     with run:
         for step in run.steps(setup.s["steps"]):
+            if setup.s["forget"] and step.index == 0:
+                forgetful(run, **setup.s["forget"])
             if setup.s["stays"]:
                 run.engine.leave_at_once = lambda: None
             if doomed and step.index == doom["step"]:

@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 
 SIZES = {"fsdp": (3, 2), "pp_tp": (2, 4), "pp_fsdp": (2, 4)}        # replicas, ranks of each
 STEPS, B = 4, 6
-PLACES = ("compute:1", "backward:0", "reduce:1", "complete", "fence", "optimizer")
+PLACES = ("compute:1", "backward:0", "reduce:1", "complete", "fence", "optimizer", "between")
+RECOVERY = ("exchange", "recompute", "redo", "forward")
 PIPELINED = tuple(place for place in PLACES if place != "backward:0")   # a schedule calls backward itself: see "flush"
 
 
@@ -72,6 +73,28 @@ def test_pipelines_a_kill(tmp_path, reference, layout, victim, place):
     result, _ = go(tmp_path, layout, [kill(*victim, 1, place)])
     same(result, layout, reference)
     assert result.lost() == [victim[0]]
+
+
+def dies_in_recovery(folder, layout, position, place):
+    """Replica 0 dies first; a rank of 1 in the recovery from that; 2 is left."""
+    first = "reduce:1" if place == "forward" else "compute:1"
+    forgets = {2: {"settings": {"forget": {"step": 2, "buckets": [0]}}}} if place == "forward" else {}
+    return run(folder, 3, SIZES[layout][1], plan=[kill(0, 0, 2, first), kill(1, position, 2, place)],
+               settings={"layout": layout}, per_replica=forgets)[0]
+
+
+@pytest.mark.parametrize(("layout", "position", "place"), [
+    ("fsdp", 1, "exchange"), ("fsdp", 0, "recompute"), ("fsdp", 1, "redo"), ("fsdp", 1, "forward"), ("pp_tp", 3, "recompute")])
+def test_a_kill_inside_a_recovery(tmp_path, reference, layout, position, place):
+    same(dies_in_recovery(tmp_path, layout, position, place), layout, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("'slow' not in config.getoption('-m')", reason="the long suite: pytest -m slow")
+@pytest.mark.parametrize("place", RECOVERY)
+@pytest.mark.parametrize(("layout", "position"), [(layout, n) for layout, (_, size) in SIZES.items() for n in range(size)])
+def test_a_kill_of_every_position_inside_a_recovery(tmp_path, reference, layout, position, place):
+    same(dies_in_recovery(tmp_path, layout, position, place), layout, reference)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import recover.launch
 from recover import events
 from recover.cli import app
+from recover.simulate.protocol import number
 
 
 def test_launch_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,6 +64,7 @@ class FakeSimulation:
 
     def __init__(self, broken: tuple[int, str] | None) -> None:
         self.broken, self.seen = broken, ()
+        self.number = number
 
     def run_seeds(self, first: int, last: int, **options: int | None) -> tuple[Counter[int], tuple[int, str] | None]:
         self.seen = (first, last, options)      # type: ignore[assignment]
@@ -76,7 +78,10 @@ def test_simulate_prints_the_seed_that_broke_and_how_to_replay_it(monkeypatch: p
     assert done.exit_code == 1
     assert "seed 17: I1: microbatch 3 twice" in done.output
     assert "recover simulate protocol --seeds 17:18 --positions 2" in done.output
-    assert fake.seen == (10, 20, {"positions": 2, "processes": None})
+    assert fake.seen == (10, 20, {"positions": range(2, 3), "processes": None})
+    assert CliRunner().invoke(app, ["simulate", "protocol", "--positions", "8:2"]).exit_code == 2
+    done = CliRunner().invoke(app, ["simulate", "protocol", "--seeds", "10:20", "--positions", "2:8"])
+    assert "recover simulate protocol --seeds 17:18 --positions 5" in done.output
     monkeypatch.setitem(sys.modules, "recover.simulate.protocol", FakeSimulation(None))
     done = CliRunner().invoke(app, ["simulate", "protocol", "--seeds", "10:17"])
     assert (done.exit_code, "7 schedules hold" in done.output) == (0, True)

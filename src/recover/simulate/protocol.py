@@ -155,17 +155,28 @@ def verdict(world: World) -> None:
             check(not missed, "I3: missed a step", m, step, missed)
 
 
-def attempt(seed: int, parts: Parts | None, positions: int | None) -> tuple[int, int, str]:
+Positions = int | range | None
+
+
+def number(positions: Positions, seed: int) -> int | None:
+    """Ranks per replica in the schedule of `seed`; None: its own."""
+    return positions[seed % len(positions)] if isinstance(positions, range) else positions
+
+
+def attempt(seed: int, parts: Parts | None, positions: Positions) -> tuple[int, int, str]:
     """(seed, views, what broke or '')."""
     try:
-        return seed, run(seed, parts, positions), ""
+        return seed, run(seed, parts, number(positions, seed)), ""
     except AssertionError as broken:
         return seed, 0, f"{type(broken).__name__}: {broken}"
 
 
-def run_seeds(first: int, last: int, *, positions: int | None = None, parts: Parts | None = None, processes: int | None = None,
+def run_seeds(first: int, last: int, *, positions: Positions = None, parts: Parts | None = None, processes: int | None = None,
               progress: Callable[[int], None] | None = None) -> tuple[Counter[int], tuple[int, str] | None]:
-    """Seeds [first, last): how many schedules had how many views, and the first seed that broke, with what it broke."""
+    """Seeds [first, last): how many schedules had how many views, and the first seed that broke, with what it broke.
+
+    positions: ranks per replica; a range: the seeds take turns with its numbers; None: the seed says (1 to 3).
+    """
     views: Counter[int] = Counter()
     work = partial(attempt, parts=parts, positions=positions)
     with multiprocessing.get_context("fork").Pool(processes or os.cpu_count()) as pool:

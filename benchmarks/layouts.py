@@ -1,0 +1,166 @@
+"""Replicas of several ranks: gradients, hashes and deaths of single ranks, for FSDP2, pipeline x TP and pipeline x FSDP2.
+
+    python benchmarks/layouts.py [--out benchmarks/records/layouts.json]
+
+Trains the tiny model of the run tests (`tests/integration/rank_script.py`) with real processes and real SIGKILLs:
+
+* gradients: `fast`, float32, each step's gradient against one process that computes all B microbatches unsharded;
+* hashes: `exact`, one rank killed, of every position at every place, those inside a recovery included (another replica
+  dies first there), against the failure-free run of the same layout;
+* inside: a rank killed within an FSDP all-gather or reduce-scatter, a TP all-reduce, a pipeline flush;
+* leaving: from the death of a rank to the end of the last rank of its replica, without a launcher.
+
+Prints a table and exits 1 unless all bars are met.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from exactness import ROOT, commit
+from rich.console import Console
+from rich.table import Table
+
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "integration")]
+
+from harness import Fault, Result  # noqa: E402
+from ranks_harness import grid, hashes, kill, losses, run  # noqa: E402
+from run_checks import healthy  # noqa: E402
+
+from recover.training.run import processor  # noqa: E402
+
+POSITIONS = {"fsdp": 2, "pp_tp": 4, "pp_fsdp": 4}
+STEPS, MIDDLE = 4, 2
+PLACES = ("compute:1", "backward:0", "reduce:1", "complete", "fence", "optimizer", "between")
+RECOVERY = ("exchange", "recompute", "redo", "forward")
+INSIDE = (("fsdp", 1, "all_gather"), ("fsdp", 0, "reduce_scatter"), ("pp_tp", 1, "all_reduce"), ("pp_tp", 2, "flush"),
+          ("pp_fsdp", 1, "flush"), ("pp_fsdp", 3, "all_gather"))
+Row = dict[str, Any]
+
+
+def plans(layout: str, position: int) -> Iterator[tuple[str, int, list[Fault], dict[int, Any]]]:
+    """(place, replicas, plan, settings of single replicas)"""
+    for place in PLACES:
+        if place != "backward:0" or layout == "fsdp":   # a pipeline's schedule calls backward itself: see INSIDE, "flush"
+            yield place, 2, [kill(1, position, MIDDLE, place)], {}
+    for place in RECOVERY:                              # replica 0 dies first; 1 dies in the recovery from that, 2 is left
+        victim, other = 1, {}
+        if place == "forward":                          # what replica 2 lost is forwarded by the lowest that has it
+            other = {2: {"settings": {"forget": {"step": MIDDLE, "buckets": [0]}}}}
+        yield place, 3, [kill(0, 0, MIDDLE, "reduce:1" if place == "forward" else "compute:1"),
+                         kill(victim, position, MIDDLE, place)], other
+
+
+def checked(directory: Path, layout: str, replicas: int, reference: Result | None, **options: Any) -> tuple[Result | None, str]:
+    """A run, and "" or what is wrong with it."""
+    exact = options.get("settings", {}).get("reduction") != "fast"
+    settings = {"layout": layout, "steps": STEPS} | options.pop("settings", {})
+    try:
+        result, _ = run(directory, replicas, POSITIONS[layout], settings=settings, **options)
+        healthy(result, STEPS, exact=exact)
+        if reference is not None and hashes(result, POSITIONS[layout]) != hashes(reference, POSITIONS[layout]):
+            return result, "another hash"
+        if reference is not None and losses(result) != losses(reference):
+            return result, "other losses"
+        return result, ""
+    except (AssertionError, TimeoutError) as error:
+        return None, str(error).splitlines()[0][:200]
+
+
+def gradients(directory: Path) -> Iterator[Row]:
+    for layout in POSITIONS:
+        for what, plan in (("nothing", []), ("compute:1 and reduce:1", [kill(0, 1, 1, "compute:1"), kill(2, 0, 2, "reduce:1")])):
+            result, problem = checked(directory, layout, 3, None, plan=plan, settings={"reduction": "fast", "reference": True})
+            errors = [said["relative"] for rank in result.survivors for said in rank.all("error")] if result else [1.0]
+            yield dict(layout=layout, killed_at=what, worst=max(errors), problem=problem or ("" if max(errors) <= 1e-5 else "bar"))
+
+
+def exact(directory: Path) -> Iterator[Row]:
+    for layout, positions in POSITIONS.items():
+        reference, problem = checked(directory, layout, 1, None)
+        yield dict(layout=layout, position=None, killed_at="nothing", problem=problem)
+        for position in range(positions):
+            for place, replicas, plan, other in plans(layout, position):
+                _, problem = checked(directory, layout, replicas, reference, plan=plan, per_replica=other)
+                yield dict(layout=layout, position=position, killed_at=place, problem=problem)
+
+
+def inside(directory: Path) -> Iterator[Row]:
+    references: dict[str, Result | None] = {}
+    for layout, position, where in INSIDE:
+        if layout not in references:
+            references[layout] = checked(directory, layout, 1, None)[0]
+        doom = dict(replica=1, position=position, step=MIDDLE, inside=where)
+        result, problem = checked(directory, layout, 2, references[layout], settings={"doom": doom}, victims=[(1, position)])
+        who = result.survivors[0].receipts[MIDDLE]["who"] if result else []
+        if not problem and (len(who) != 6 or set(who) != {0}):
+            problem = f"step {MIDDLE} was summed from {who}"
+        yield dict(layout=layout, position=position, killed_at=where, problem=problem)
+
+
+def leaving(directory: Path) -> Iterator[Row]:
+    """failure_timeout is 30 s: nothing here waits for it."""
+    for layout, positions in POSITIONS.items():
+        for position in range(positions):
+            plan = [kill(1, position, 1, "compute:1")]
+            with grid(directory, 2, positions, plan=plan, settings={"layout": layout, "steps": STEPS}, failure_timeout=30.0) as made:
+                victim = positions + position
+                made.until(lambda: made.code(victim) is not None, "the victim is dead")
+                since = time.monotonic()
+                made.until(lambda: all(made.code(n) is not None for n in made.of(1)), "its replica is gone")
+                seconds = time.monotonic() - since
+                assert made.code(victim) == -signal.SIGKILL
+                made.wait()
+            yield dict(layout=layout, position=position, seconds=seconds, problem="" if seconds <= 2 else "bar")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records" / "layouts.json")
+    parser.add_argument("--no-record", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    results: dict[str, list[Row]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for part in (gradients, exact, inside, leaving):
+            results[part.__name__] = rows = []
+            for row in part(Path(directory)):
+                rows.append(row)
+                if row["problem"]:
+                    print(f"{part.__name__}: {row}", flush=True)
+    good = not any(row["problem"] for rows in results.values() for row in rows)
+    show(results)
+    if not options.no_record:
+        record = dict(command="python benchmarks/layouts.py", commit=commit(), good=good, steps=STEPS, torch=torch.__version__,
+                      python=platform.python_version(), processor=processor(), system=platform.system(), results=results)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if good else 1
+
+
+def show(results: dict[str, list[Row]]) -> None:
+    table = Table("", *POSITIONS, title="replicas of several ranks")
+
+    def of(part: str, layout: str) -> list[Row]:
+        return [row for row in results[part] if row["layout"] == layout]
+
+    def fine(part: str) -> list[str]:
+        return [f"{sum(not row['problem'] for row in of(part, each))} of {len(of(part, each))}" for each in POSITIONS]
+    table.add_row("gradient against one process, worst relative error (bar 1e-5)",
+                  *(f"{max(row['worst'] for row in of('gradients', each)):.1e}" for each in POSITIONS))
+    table.add_row("exact: hash equals the failure-free one", *fine("exact"))
+    table.add_row("killed inside a collective of the replica: step whole, hash equal", *fine("inside"))
+    table.add_row("last rank of a broken replica gone after, worst (bar 2 s)",
+                  *(f"{max(row['seconds'] for row in of('leaving', each)):.2f} s" for each in POSITIONS))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
