@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exactness import ROOT, commit
 from rich.console import Console
 from rich.table import Table
+
+from exactness import ROOT, commit
 
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "integration")]
 
@@ -81,7 +82,8 @@ def gradients(directory: Path) -> Iterator[Row]:
         for what, plan in (("nothing", []), ("compute:1 and reduce:1", [kill(0, 1, 1, "compute:1"), kill(2, 0, 2, "reduce:1")])):
             result, problem = checked(directory, layout, 3, None, plan=plan, settings={"reduction": "fast", "reference": True})
             errors = [said["relative"] for rank in result.survivors for said in rank.all("error")] if result else [1.0]
-            yield dict(layout=layout, killed_at=what, worst=max(errors), problem=problem or ("" if max(errors) <= 1e-5 else "bar"))
+            problem = problem or ("" if max(errors) <= 1e-5 else "bar")
+            yield dict(layout=layout, killed_at=what, worst=max(errors), problem=problem)
 
 
 def exact(directory: Path) -> Iterator[Row]:
@@ -108,19 +110,25 @@ def inside(directory: Path) -> Iterator[Row]:
 
 
 def leaving(directory: Path) -> Iterator[Row]:
-    """failure_timeout is 30 s: nothing here waits for it."""
     for layout, positions in POSITIONS.items():
         for position in range(positions):
-            plan = [kill(1, position, 1, "compute:1")]
-            with grid(directory, 2, positions, plan=plan, settings={"layout": layout, "steps": STEPS}, failure_timeout=30.0) as made:
-                victim = positions + position
-                made.until(lambda: made.code(victim) is not None, "the victim is dead")
-                since = time.monotonic()
-                made.until(lambda: all(made.code(n) is not None for n in made.of(1)), "its replica is gone")
-                seconds = time.monotonic() - since
-                assert made.code(victim) == -signal.SIGKILL
-                made.wait()
+            seconds = departure(directory, layout, position)
             yield dict(layout=layout, position=position, seconds=seconds, problem="" if seconds <= 2 else "bar")
+
+
+def departure(directory: Path, layout: str, position: int) -> float:
+    """Seconds from a rank's death to the end of the last rank of its replica. `failure_timeout` is 30 s: nobody waits for it."""
+    positions = POSITIONS[layout]
+    victim = positions + position
+    settings = {"layout": layout, "steps": STEPS}
+    with grid(directory, 2, positions, plan=[kill(1, position, 1, "compute:1")], settings=settings, failure_timeout=30.0) as made:
+        made.until(lambda: made.code(victim) is not None, "the victim is dead")
+        since = time.monotonic()
+        made.until(lambda: all(made.code(n) is not None for n in made.of(1)), "its replica is gone")
+        seconds = time.monotonic() - since
+        assert made.code(victim) == -signal.SIGKILL
+        made.wait()
+    return seconds
 
 
 def main() -> int:
