@@ -18,8 +18,13 @@ run recovers from them by itself::
     |-- WorkerLost                   a data loader's worker process died
     |-- Diverged                     replicas that must be equal are not (invariant I5)
     `-- FaultMissed                  a planned fault did not happen
+
+`Left` is none of these and no error: it is how `run.steps` ends a script whose replica was told to go.
 """
 from __future__ import annotations
+
+LEFT = 75
+"""The exit code of a rank that had to go (EX_TEMPFAIL): start it again when there is a place for it."""
 
 
 class RecoverError(Exception):
@@ -81,3 +86,14 @@ class Diverged(RecoverError):
 
 class FaultMissed(RecoverError):
     """A planned fault did not happen."""
+
+
+class Left(SystemExit):
+    """This replica was told to go and has gone in order: the process ends with `LEFT`, after its `finally` clauses."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(LEFT)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
