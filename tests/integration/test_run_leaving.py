@@ -115,3 +115,17 @@ def test_a_spare_takes_over_and_no_survivor_computes_one_more(tmp_path: Path, re
         assert per_step == dict.fromkeys(range(STEPS), B // 3), (replica, per_step)
     spare = Counter(said["step"] for said in result.ranks[3].all("microbatch"))
     assert spare == {0: 1} | dict.fromkeys(range(4, STEPS), B // 3), spare
+
+
+def test_one_rank_is_told_and_its_replica_leaves_as_a_whole(tmp_path: Path) -> None:
+    from ranks_harness import grid
+    settings = {"layout": "fsdp", "linger": 0.05}
+    with grid(tmp_path, 2, 2, settings=settings) as made:
+        until_computing(made, 3, 1)
+        made.signal(3, signal.SIGTERM)                      # replica 1, position 1
+        made.wait()
+        result = made.collect()
+    assert [rank.code for rank in result.ranks.values()] == [0, 0, LEFT, LEFT], result.show()
+    assert {rank.end["last_step"] for rank in (result.ranks[2], result.ranks[3])} == {1}
+    assert set(computed(result).values()) == {2}            # once, by both positions of one replica
+    assert audit(result.directory / "events").ok
