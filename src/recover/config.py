@@ -97,7 +97,7 @@ class Environment:
             raise ValueError(f"RECOVER_REPLICA={replica} must not be negative")
 
         spares, floor = int(environ.get("RECOVER_SPARES", "0")), int(environ.get("RECOVER_MIN_REPLICAS", "0"))
-        if not 0 <= spares < replicas or not 0 <= floor:
+        if not 0 <= spares < replicas or floor < 0:
             raise ValueError(f"RECOVER_SPARES={spares} must be at least 0 and below RECOVER_REPLICAS={replicas}, and "
                              f"RECOVER_MIN_REPLICAS={floor} at least 0")
 

@@ -34,7 +34,8 @@ DEFAULTS: dict[str, Any] = dict(layout="fsdp", steps=4, microbatches=6, reductio
                                 reference=False, lose=False, own_seeds=False, doom=None, stays=False, evaluate=0,
                                 forget=None, linger=0.0)
 """doom: {"replica", "position", "step", "inside"}: see `DOOMS`. lose: a microbatch counts half. own_seeds: of each replica.
-linger: seconds before each microbatch of FSDP. stays: nothing ends a rank whose replica is out. evaluate: so many samples, in every second step.
+linger: seconds before each microbatch of FSDP.
+stays: nothing ends a rank whose replica is out. evaluate: so many samples, in every second step.
 forget: see `run_script.forgetful`."""
 
 

@@ -25,7 +25,7 @@ COORDINATOR = """
 import argparse, os, signal, socket
 parser = argparse.ArgumentParser()
 for name in ("listen", "token-file", "run-id", "replicas", "ranks-per-replica", "failure-timeout", "incarnation",
-             "events", "port-file"):
+             "events", "port-file", "max-replicas"):
     parser.add_argument("--" + name, required=True)
 args = parser.parse_args()
 assert os.stat(args.token_file).st_mode & 0o777 == 0o600

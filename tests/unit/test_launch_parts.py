@@ -49,7 +49,7 @@ def test_the_environment_is_what_a_rank_reads(script: Path, tmp_path: Path) -> N
     plan.write_text("[]")
     options = Options(script=script, replicas=3, ranks_per_replica=2, faults=plan, interface="lo", run_id="x",
                       failure_timeout=1.5)
-    where = Where(coordinator="127.0.0.1:7", token_file=tmp_path / "t", events=tmp_path / "e", master_ports=(4, 5, 6))
+    where = Where(coordinator="127.0.0.1:7", token_file=tmp_path / "t", events=tmp_path / "e", master_ports={0: 4, 2: 6})
     stale = {"PATH": "/bin", "RECOVER_FAULTS": "of an outer run", "RECOVER_OTHER": "1", "OMP_NUM_THREADS": "64"}
     environ = rank_environment(options, where, 2, 1, stale)
     read = Environment.read(environ)

@@ -39,13 +39,14 @@ CLOSED = "its connection was closed"
 
 
 class Registrar:
-    """Ranks in and out of one run. `first` replicas of `ranks` ranks make the first view."""
+    """Ranks in and out of one run. `first` replicas of `ranks` ranks make the first view, their numbers are below `most`."""
 
-    def __init__(self, first: int, ranks: int, incarnation: int, sink: events.Log | None = None) -> None:
+    def __init__(self, first: int, ranks: int, incarnation: int, sink: events.Log | None = None,
+                 most: int | None = None) -> None:
         if ranks < 1:
             raise ValueError(f"a replica needs at least one rank, not {ranks}")
         self.core = Coordinator(first, incarnation)
-        self.ranks = ranks
+        self.ranks, self.most = ranks, most
         self.sink = sink or events.NullLog()
         self.replicas: dict[int, Replica] = {}
         self.where: dict[Connection, tuple[int, int]] = {}
@@ -125,6 +126,8 @@ class Registrar:
         me = f"replica {identity.replica} rank {identity.rank}"
         if identity.ranks != self.ranks or identity.rank >= self.ranks:
             return f"{me} says that a replica has {identity.ranks} ranks; in this run it has {self.ranks}", True
+        if self.most is not None and identity.replica >= self.most:
+            return f"{me}: this run has at most {self.most} replicas (--max-replicas), numbered from 0", True
         differs = self.disagreement(identity, member)
         if differs:
             return differs, True

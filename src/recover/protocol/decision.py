@@ -28,7 +28,6 @@ from recover.errors import Stopped
 from recover.protocol.messages import Bucket, Report, Vector
 from recover.workload.policy import Policy
 
-
 Below = Literal["wait", "stop"]
 Ending = Literal["", "told", "floor"]
 """Why the whole job ends: all were told to go, or too few are left; "" if it goes on."""

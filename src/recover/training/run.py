@@ -336,8 +336,8 @@ class Run:
         links = Links(self.member, self.backend, self.inner, self.place)
         self.engine = Engine(links, self.sums, self.managed, timeouts=self.timeouts, injector=injector, record=self.record)
         evaluator = self.sums.evaluator
-        floor = dict(floor=self.environment.min_replicas, below=self.environment.below) if self.environment else {}
-        job = Job(self.options.microbatches, count + (evaluator is not None), self.options.policy, **floor)
+        floor, below = (self.environment.min_replicas, self.environment.below) if self.environment else (0, "wait")
+        job = Job(self.options.microbatches, count + (evaluator is not None), self.options.policy, floor, below)
         position = Position(job, self.replica, self.place.rank, self.sums.count, first=True)
         script = [f"{count} steps", "no evaluation" if evaluator is None else evaluator.signature()]
         self.engine.start(position, self.options.microbatches if self.options.policy.constant else None, script)
