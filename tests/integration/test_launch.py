@@ -47,7 +47,7 @@ import json, sys
 from pathlib import Path
 from recover.launch import Options, launch
 settings = json.loads(sys.argv[1])
-for name in ("script", "faults", "events"):
+for name in ("script", "faults", "events", "token_file"):
     if settings.get(name):
         settings[name] = Path(settings[name])
 coordinator = settings.pop("coordinator")
@@ -130,8 +130,8 @@ class Launch:
         return found
 
 
-def until(condition: Callable[[], object], what: str = "") -> None:
-    deadline = time.monotonic() + 30
+def until(condition: Callable[[], object], what: str = "", seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what or "it did not happen"
         time.sleep(0.01)

@@ -187,7 +187,8 @@ PLAIN = Parts()
 WORLDS = dict(atonce=Joins, newest=Crashes, lag=Floored, floor=Floored)
 """Where the plain world shows the need of a rule only once in ten thousand seeds or more."""
 PARTS = dict(
-    fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag, world=Floored), reset=replace(PLAIN, position=NoReset),
+    fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag, world=Floored),
+    reset=replace(PLAIN, position=NoReset),
     forward=replace(PLAIN, position=NoForward), order=replace(PLAIN, actor=NoOrder), confirm=replace(PLAIN, position=NoConfirm),
     proves=replace(PLAIN, position=NoProves), agreement=replace(PLAIN, position=NoAgreement),
     turn=replace(PLAIN, position=NoTurn), vector=replace(PLAIN, position=NoVector), freeze=replace(PLAIN, actor=NoFreeze),

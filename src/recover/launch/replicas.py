@@ -51,9 +51,8 @@ class Replica:
         return glimpse(self.events, self.run_id, self.number).joined
 
     def holds(self) -> bool:
-        """Whether it lives and surely has the parameters: a first member does, a joiner once it has committed a step."""
-        seen = None if self.over else self.glimpse()
-        return seen is not None and seen.joined and (self.starts == 1 or seen.last_step is not None)
+        """Whether it lives and has the parameters of a run that has begun: a first member, or a joiner that has committed."""
+        return not self.over and (self.starts == 1 or self.glimpse().last_step is not None)
 
     def life(self) -> Life:
         """How the life that is over ended."""
