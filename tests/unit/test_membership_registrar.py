@@ -456,3 +456,13 @@ def test_a_lifeline_that_ends_after_the_finish_is_no_loss() -> None:
     registrar.finish(one.connection)
     registrar.gone(line, "eof", CLOSED)
     assert [view.members for view in zero.views] == [(0, 1)]
+
+
+def test_a_run_grows_up_to_its_limit() -> None:
+    registrar = Registrar(1, 1, 0, most=2)
+    first, second = Rank(0, 0, 1).join(registrar), Rank(1, 0, 1).join(registrar)
+    assert second.views[-1].members == first.views[-1].members == (0, 1)
+    third = Rank(2, 0, 1).join(registrar)
+    assert third.connection.ended
+    assert "this run has at most 2 replicas (--max-replicas), numbered from 0" in str(third.told)
+    assert Rank(2, 0, 1).join(Registrar(1, 1, 0)).connection.ended is False        # no limit was given

@@ -126,10 +126,10 @@ class Actor:
         return self.position.latest > self.view.id or (self.position.step is None and self.stale())
 
     def stale(self) -> bool:
-        """The view that was to let this joiner in is no longer announced."""
+        """The view that was to let this joiner in is neither announced nor, by now, in force (others may be announced on it)."""
         c = self.world.coordinator
         announced = c.pending.view.id if c.pending else c.view.id
-        return self.world.up and not self.world.rebuilding() and announced != self.view.id
+        return self.world.up and not self.world.rebuilding() and self.view.id not in (announced, c.view.id)
 
     def wait(self, op: Op) -> Steps:
         """Until the collective has succeeded (everyone's values) or failed (None) for this position."""
