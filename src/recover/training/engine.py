@@ -259,6 +259,8 @@ class Engine:
             given = self.inner.agree("complete", (ok, says, self.sums.share() if ok else NOTHING))
             self.shares = [share for _, _, share in given]
             return [(fine, said) for fine, said, _ in given]
+        if request.kind == "answer" and self.place.rank > 0 and self.recovery is not None and self.position.step is not None:
+            self.injector.at("exchange", self.position.step)        # this rank waits for what its leader exchanges
         if request.kind == "formed":
             return forming.agree(self.inner, bool(request.value), self.mistake)
         return self.inner.agree(request.kind, request.value)
