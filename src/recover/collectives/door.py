@@ -103,7 +103,7 @@ class Exchange:
 
 
 class Dial:
-    """One connection to a peer, from the attempt to its welcome."""
+    """One connection to a peer, from the attempt to its welcome. `reached`: the peer's host has answered."""
 
     def __init__(self, loop: Loop, where: tuple[socket.AddressFamily, tuple[object, ...]], talk: Talk,
                  proven: Proven, failed: Failed) -> None:
@@ -111,7 +111,7 @@ class Dial:
         self._sock = forks.open_socket(where[0])
         self._sock.setblocking(False)
         self._exchange = Exchange(loop, self._sock, talk, proven, failed)
-        self._over = False
+        self._over = self.reached = False
         code = self._sock.connect_ex(where[1])
         if code in (0, errno.EINPROGRESS):
             loop.watch(self._sock, WRITE, self._connected)
@@ -128,6 +128,7 @@ class Dial:
         if code:
             self._refused(code)
         else:
+            self.reached = True
             tune(self._sock)
             self._exchange.begin()
 

@@ -43,6 +43,9 @@ class Owner(Protocol):
 
     def opening(self) -> wire.Message: ...
 
+    def sign(self) -> wire.Heartbeat:
+        """A heartbeat is due."""
+
     def heard(self, message: wire.FromCoordinator) -> None: ...
 
     def refused(self, reason: str, final: bool) -> None: ...
@@ -60,6 +63,7 @@ class Keeper:
     def __init__(self, owner: Owner, addresses: list[tuple[str, int]], timeouts: Timeouts,
                  caller: Callable[[], Caller]) -> None:
         self.link: Link | None = None
+        self.address: tuple[str, int] | None = None     # where the newest link leads
         self._owner = owner
         self._addresses = addresses
         self._timeouts = timeouts
@@ -124,7 +128,7 @@ class Keeper:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._timeouts.heartbeat)
-            self.send(wire.Heartbeat())
+            self.send(self._owner.sign())
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -214,6 +218,7 @@ class Keeper:
 
     def _welcomed(self, link: Link) -> None:
         former, self.link = self.link, link
+        self.address = link.where
         link.settle("")
         if former is not None and former is not link:
             former.abort()

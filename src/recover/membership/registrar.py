@@ -25,6 +25,7 @@ and carries out what it puts into its outbox.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from recover import events
 from recover.membership import wire
@@ -50,6 +51,7 @@ class Registrar:
         self.replicas: dict[int, Replica] = {}
         self.where: dict[Connection, tuple[int, int]] = {}
         self.lifelines: dict[Connection, wire.Lifeline] = {}
+        self.pulses: dict[Connection, wire.Pulse] = {}
         self.asked: dict[int, Connection] = {}          # whose exchange of the present view is unanswered
         self.departed: set[Endpoint] = set()            # ranks lost while the view is being rebuilt
         self.settled = False                            # there is a view
@@ -242,6 +244,8 @@ class Registrar:
     # -- going ------------------------------------------------------------------------------------------------------
     def gone(self, connection: Connection, cause: events.Cause, evidence: str) -> None:
         """A connection ended, fell silent or does not take what it is sent."""
+        if self.pulses.pop(connection, None) is not None:
+            return                                      # a helper ended: that proves nothing
         lifeline = self.lifelines.pop(connection, None)
         if lifeline is not None:
             if evidence == CLOSED:                      # anything else may be the network
@@ -272,11 +276,13 @@ class Registrar:
             self.gone(seat.connection, "eof", "its lifeline ended")
 
     def release(self, replica: Replica) -> None:
-        """Its lifelines are not wanted any more."""
+        """Its lifelines and pulses are not wanted any more."""
         lives = {seat.identity.life for seat in replica.seats.values()}
-        for connection in [c for c, lifeline in self.lifelines.items() if lifeline.life in lives]:
-            del self.lifelines[connection]
-            connection.end()
+        beside: tuple[dict[Connection, Any], ...] = self.lifelines, self.pulses
+        for table in beside:
+            for connection in [c for c, said in table.items() if said.life in lives]:
+                del table[connection]
+                connection.end()
 
     def lose(self, member: int, rank: int, cause: events.Cause, evidence: str) -> None:
         replica, view = self.replicas[member], self.core.view

@@ -7,8 +7,11 @@ Theory of operation
 * A rank's end of stream, an offence, or a full queue towards it (it does not read) ends it at once.
 * Silence is judged by a clock of this loop, and only when the loop itself ran on time. After a pause (the process was
   stopped, the machine was busy) what has arrived meanwhile is read first, and judged a turn later.
+  What is then found of a rank is `liveness`'s to say.
 * A suspicion waits `SETTLE` before it makes a new view: the failure that caused it has most often ended a connection
   here too, and one new view is cheaper than two. A suspicion of a view that has passed does nothing.
+* A suspicion that names members which were not heard over data connections waits for a heartbeat's time: others report
+  theirs, and who is frozen is known to be. Then those go who are cut off from the others, by one rule for all.
 * While a view is rebuilt, the grace time runs from the first announcement.
 * A failure-free step calls nothing here. Heartbeats are answered, so that ranks notice a coordinator that is gone.
 """
@@ -27,6 +30,7 @@ from recover.membership import wire
 from recover.membership.connection import Connection
 from recover.membership.handshake import Greeter
 from recover.membership.registrar import CLOSED, Registrar
+from recover.membership.watch import Watch
 
 log = logging.getLogger("recover.membership")
 
@@ -44,6 +48,7 @@ class Server:
     def __init__(self, registrar: Registrar, timeouts: Timeouts, token: bytes, run_id: str) -> None:
         self.registrar = registrar
         self.timeouts = timeouts
+        self._watched = Watch(registrar, timeouts)
         self.received: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self._token, self._run_id = token, run_id
@@ -114,6 +119,7 @@ class Server:
         match message:
             case wire.Heartbeat():
                 connection.send(wire.Heartbeat())
+                self._watched.heartbeat(connection, message, connection.last)
             case wire.StatsRequest():
                 connection.send(self.stats())
             case wire.Join() | wire.Announce() if connection in self.registrar.where:
@@ -131,18 +137,33 @@ class Server:
             case wire.Lifeline():
                 self._known(connection)
                 self.registrar.lifeline(connection, message)
+            case wire.Pulse():
+                self._known(connection)
+                self.registrar.pulses[connection] = message
             case _ if connection not in self.registrar.where:
                 raise WireError(f"a {type(message).__name__} before it joined")
             case wire.Exchange():
                 self.registrar.exchange(connection, message)
             case wire.Suspect():
-                asyncio.get_running_loop().call_later(SETTLE, self.registrar.suspect, connection, message)
+                self._suspected(connection, message)
             case wire.Entered():
                 self.registrar.entered(connection, message)
             case wire.Finish():
                 self.registrar.finish(connection)
             case wire.Leave():
                 self.registrar.leave(connection)
+
+    def _suspected(self, connection: Connection, message: wire.Suspect) -> None:
+        if not message.unheard:
+            asyncio.get_running_loop().call_later(SETTLE, self.registrar.suspect, connection, message)
+            return
+        self._watched.unheard(connection, message.unheard)
+        asyncio.get_running_loop().call_later(self.timeouts.heartbeat, self._cut, connection, message)
+
+    def _cut(self, connection: Connection, message: wire.Suspect) -> None:
+        if not self._stopped:
+            self._watched.judge_cuts(asyncio.get_running_loop().time())
+            self.registrar.suspect(connection, message)
 
     def _refuse_timeout(self, connection: Connection, message: wire.Join | wire.Announce) -> None:
         theirs, ours = message.identity.failure_timeout, self.timeouts.failure_timeout
@@ -169,6 +190,7 @@ class Server:
             log.info("a stranger at %s went away before it proved anything", connection.address)
         self._known(connection)
         self._connections.discard(connection)
+        self._watched.forget(connection)
         self.registrar.gone(connection, "eof", str(error) if error else CLOSED)
 
     # -- time -------------------------------------------------------------------------------------------------------
@@ -200,15 +222,10 @@ class Server:
             await asyncio.sleep(tick)
             if self._late(due):
                 continue
-            self._judge_silence(loop.time() - self.timeouts.silence)
+            self._watched.judge(loop.time())
             if loop.time() - said >= REPORT:
                 said = loop.time()
                 self._report()
-
-    def _judge_silence(self, since: float) -> None:
-        for connection in [c for c in self.registrar.where if isinstance(c, Connection) and c.last < since]:
-            if connection in self.registrar.where:      # a replica's other ranks go with the first
-                self.registrar.gone(connection, "heartbeat", f"nothing heard for {self.timeouts.silence:g} s")
 
     def _report(self) -> None:
         missing = self.registrar.missing()
