@@ -277,6 +277,7 @@ class Cluster:
     positions = 1                                       # ranks of a replica
     host = "127.0.0.1"                                  # where the coordinator listens ...
     inside: tuple[str, ...] = ()                        # ... and the command that runs it there
+    options: tuple[str, ...] = ()                       # further ones of the coordinator
 
     def __init__(self, directory: Path, script: str, replicas: int, *, plan: Iterable[Fault] = (),
                  settings: dict[str, Any] | None = None, failure_timeout: float = 5.0,
@@ -306,7 +307,7 @@ class Cluster:
                    "--token-file", str(self.directory / "token"), "--run-id", RUN, "--replicas", str(self.replicas),
                    "--ranks-per-replica", str(self.positions),
                    "--failure-timeout", str(self.failure_timeout), "--incarnation", str(self.incarnation), "--events",
-                   str(self.events), "--port-file", str(port_file)]
+                   str(self.events), "--port-file", str(port_file), *self.options]
         with (self.directory / "coordinator.txt").open("ab") as output:
             self.coordinator = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, stdout=output,
                                                 stderr=output, preexec_fn=die_with_parent)
@@ -314,6 +315,11 @@ class Cluster:
         self.server.until(lambda: port_file.exists() or started.poll() is not None, "the coordinator is up", 20)
         assert started.poll() is None, self._text("coordinator.txt")
         self.port = int(port_file.read_text())
+
+    @property
+    def addresses(self) -> str:
+        """Where ranks look for a coordinator."""
+        return f"{self.host}:{self.port}"
 
     def kill_coordinator(self) -> None:
         assert self.coordinator is not None
@@ -323,7 +329,7 @@ class Cluster:
     def start_rank(self, replica: int) -> None:
         own = self.per_replica.get(replica, {})
         environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "RECOVER_REPLICA": str(replica),
-                   "RECOVER_COORDINATOR": f"{self.host}:{self.port}", "RECOVER_REPLICAS": str(self.replicas),
+                   "RECOVER_COORDINATOR": self.addresses, "RECOVER_REPLICAS": str(self.replicas),
                    "RECOVER_TOKEN_FILE": str(self.directory / "token"), "RECOVER_RUN_ID": RUN,
                    "RECOVER_EVENTS": str(self.events), "RECOVER_FAILURE_TIMEOUT": str(self.failure_timeout),
                    "RECOVER_INTERFACE": "127.0.0.1"}

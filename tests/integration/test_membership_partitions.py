@@ -23,13 +23,15 @@ def alone(tmp_path_factory):
 
 
 @contextmanager
-def hosts(tmp_path, replicas: int) -> Iterator[tuple[Network, Cluster]]:
-    """A coordinator on host c, replica n on host n."""
+def hosts(tmp_path, replicas: int, kind: type[Cluster] = Cluster) -> Iterator[tuple[Network, Cluster]]:
+    """A coordinator on host c (and a second one on host d, if `kind` has one), replica n on host n."""
     if unavailable():
         pytest.skip(unavailable())
-    net = Network(["c", *map(str, range(replicas))])
+    net = Network(["c", "d", *map(str, range(replicas))])
     try:
-        kind = type("Netted", (Cluster,), {"host": net.address("c"), "inside": ("ip", "netns", "exec", net.name("c"))})
+        kind = type("Netted", (kind,), {
+            "host": net.address("c"), "inside": ("ip", "netns", "exec", net.name("c")),
+            "second_host": net.address("d"), "second_inside": ("ip", "netns", "exec", net.name("d"))})
         own = {n: {"settings": {"space": net.name(str(n))}, "environ": {"RECOVER_INTERFACE": net.address(str(n))}}
                for n in range(replicas)}
         with cluster(tmp_path, "netns:train", replicas, kind=kind, failure_timeout=TIMEOUT, per_replica=own,
@@ -39,10 +41,11 @@ def hosts(tmp_path, replicas: int) -> Iterator[tuple[Network, Cluster]]:
         net.close()
 
 
-def broken(tmp_path, replicas: int, stays: list[int], breaks: Callable[[Network], None]) -> Result:
+def broken(tmp_path, replicas: int, stays: list[int], breaks: Callable[[Network], None],
+           kind: type[Cluster] = Cluster) -> Result:
     """The network breaks in mid-run, and is whole again when all but those who must leave have finished."""
     goes = [n for n in range(replicas) if n not in stays]
-    with hosts(tmp_path, replicas) as (net, made):
+    with hosts(tmp_path, replicas, kind) as (net, made):
         made.until(lambda: len(made.said(0, "step")) > 3, "under way")
         breaks(net)
         made.wait(stays)

@@ -35,6 +35,8 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     try:
+        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)      # middleboxes forget idle connections after minutes
         if sock.getpeername()[0] == sock.getsockname()[0]:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     except OSError:                                     # gone already, or no such choice here: only speed is at stake

@@ -11,6 +11,7 @@ from recover.membership import wire
 from recover.membership.liveness import Pair, Signs, Steadiness, cut_off, judge
 from recover.membership.registrar import Registrar
 from recover.membership.seats import Connection
+from recover.membership.standby import may_lose
 
 
 class Heard(Connection, Protocol):
@@ -51,8 +52,20 @@ class Watch:
             member, _ = registrar.where[connection]
             others = max((seconds for m, seconds in waited.items() if m != member), default=0.0)
             found = judge(each, others, self._timeouts)
-            if found is not None:
+            silent = found is not None and found[0] == "heartbeat"
+            registrar.doubtful.discard(member)
+            if silent and not self._may_lose(member):
+                registrar.doubtful.add(member)
+            elif found is not None:
                 registrar.gone(connection, *found)
+        for member, rank in list(registrar.vanished.items()):
+            if self._may_lose(member):
+                registrar.lose(member, rank, "heartbeat", "it ended after it had fallen silent")
+
+    def _may_lose(self, member: int) -> bool:
+        """Whoever has fallen silent may be on the other side of a broken network, with another coordinator."""
+        registrar = self._registrar
+        return not registrar.quorum or registrar.holding or may_lose(member, registrar.core.view.members, registrar.base)
 
     def _signs(self, connection: Connection, now: float) -> Signs:
         registrar = self._registrar

@@ -124,6 +124,12 @@ class Leave(Message, frozen=True):
     """This replica goes, as agreed with the others."""
 
 
+class Moved(Message, frozen=True):
+    """This rank was welcomed by another coordinator, of that incarnation: the one that hears this acts no more."""
+
+    incarnation: int
+
+
 class Lifeline(Message, frozen=True):
     """This connection says nothing more; it ends with that life of the rank's process (see `lifeline.py`)."""
 
@@ -152,10 +158,11 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The rank is not let in. Not `final`: what stands in its way may go away by itself."""
+    """The rank is not let in. Not `final`: what stands in its way may go away by itself. `standby`: another acts."""
 
     reason: Text
     final: bool
+    standby: bool = False
 
 
 class NewView(Message, frozen=True):
@@ -186,7 +193,7 @@ class Dropped(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """Messages by type since the coordinator started, its memory (bytes), and who is in."""
+    """Messages by type since the coordinator started, its memory (bytes), and who is in. Not `acting`: it stands by."""
 
     received: dict[str, int]
     sent: dict[str, int]
@@ -196,9 +203,10 @@ class Stats(Message, frozen=True):
     members: tuple[int, ...]
     missing: tuple[str, ...]
     seconds: float
+    acting: bool = True
 
 
-FromRank = Heartbeat | Join | Announce | Exchange | Suspect | Entered | Finish | Leave | StatsRequest | Lifeline | Pulse
+FromRank = Heartbeat | Join | Announce | Exchange | Suspect | Entered | Finish | Leave | StatsRequest | Lifeline | Pulse | Moved
 FromCoordinator = Heartbeat | Welcome | Refused | NewView | NewPending | Part | Dropped | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -33,6 +33,7 @@ from recover.faults.injector import injector_for
 from recover.gradients.buffers import BufferWatch
 from recover.gradients.buffers import Policy as BufferPolicy
 from recover.gradients.store import GradientStore, Reduction
+from recover.membership import files
 from recover.membership.member import Member
 from recover.parallel import fsdp
 from recover.parallel.inner import Agreement, Alone, Inner
@@ -177,6 +178,8 @@ class Run:
             token = token if environment else shared_token()
             inner = collectives.create("tcp", run_id=f"{run_id}/{self.replica}", token=token, **where)
             self.inner = Inner(inner, place.rank, place.ranks, self.timeouts)
+        if environment is not None:
+            files.for_rank(environment.replicas, place.ranks)
         self.member: Any = Solo(self.backend.endpoint, self.timeouts)
         if environment is not None:
             if environment.replicas > options.microbatches and environment.replica == 0:
