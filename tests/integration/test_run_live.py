@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import Result, cluster, fault, run
+from ranks_harness import grid
 from run_checks import healthy
 
 from recover import events
@@ -72,6 +73,21 @@ def test_a_frozen_rank_is_left_behind_and_contributes_nothing_when_it_wakes_up(t
     assert late.end["status"] == "evicted"
     assert max(late.receipts, default=-1) < 3
     assert "the others went on without replica 1" in late.output
+
+
+@pytest.mark.parametrize(("action", "cause"), [("hang", "hung"), ("stop", "heartbeat")])
+def test_a_rank_of_a_larger_replica_takes_its_mates_with_it(tmp_path, action, cause):
+    """The mates wait for it in collectives of torch's; they leave all the same, and so does it once it can."""
+    plan = [dict(replica=1, rank=1, step=2, place="compute:1", action=action)]
+    with grid(tmp_path, 2, 2, plan=plan, settings={"layout": "fsdp"}, failure_timeout=TIMEOUT) as made:
+        made.until(lambda: all(made.code(n) == 0 for n in (0, 1)) and made.code(2) is not None, "the others finish")
+        made.signal(3, signal.SIGCONT)
+        made.wait()
+        result = made.collect()
+    healthy(result, 4)
+    assert causes(result)[0] == (1, cause), result.show()
+    assert [rank.replica for rank in result.survivors] == [0, 1]
+    assert [result.ranks[n].code for n in (2, 3)] == [LEFT, LEFT], result.show()
 
 
 def test_a_script_may_catch_that_it_was_evicted(tmp_path):

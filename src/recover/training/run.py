@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 
 from recover import collectives, events
 from recover.config import Environment, Timeouts
-from recover.errors import Evicted, LeftRun, NotFinite
+from recover.errors import Evicted, LeftRun, NotFinite, RecoverError
 from recover.faults.injector import injector_for
 from recover.gradients.buffers import BufferWatch
 from recover.gradients.buffers import Policy as BufferPolicy
@@ -44,7 +44,7 @@ from recover.protocol.decision import Job
 from recover.protocol.messages import NO_VIEW
 from recover.protocol.position import Position
 from recover.training.compiled import refuse_measured
-from recover.training.engine import Engine, Links
+from recover.training.engine import LEAVE, Engine, Links
 from recover.training.evaluation import Evaluation, Evaluator, Score
 from recover.training.loader import Loader
 from recover.training.managed import Managed
@@ -58,6 +58,8 @@ from recover.workload import policy as find_policy
 
 log = logging.getLogger("recover.training")
 
+NEVER = (1 << 62, 0)
+"""A view that no coordinator makes."""
 NonFinite = Literal["raise", "skip", "keep"]
 
 
@@ -481,9 +483,25 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, RuntimeError) and self._started and self.place.ranks > 1 and not self._ended:
+            evicted = self._evicted()
+            if evicted is not None:
+                self.failed(evicted)
+                self.close()
+                raise evicted from error
         if isinstance(error, Exception) and self._started:      # else it was told to stop
             self.failed(error)
         self.close()
+
+    def _evicted(self) -> Evicted | None:
+        """An error of torch's may say no more than that a mate is gone: whether the others have gone on without this replica."""
+        try:
+            self.member.wait_view(NEVER, LEAVE)
+        except Evicted as evicted:
+            return evicted
+        except (RecoverError, TimeoutError):
+            pass
+        return None
 
 
 def left_early(step: Step) -> RuntimeError:
