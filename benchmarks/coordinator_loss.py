@@ -167,7 +167,7 @@ def main() -> int:
     undisturbed = all(run["views"] == 1 and run["recoveries"] == 0 for run in runs)
     if not options.no_record:
         common.record("coordinator_loss", "coordinator killed and restarted 2 s later: no step is delayed by it (none longer "
-                      "than the longest where nothing happened, median within 5 %), no new view; nothing but signs of life is sent",
+                      "than the longest where nothing happened, median within 5 %), no new view; signs of life only",
                       undelayed and quiet and undisturbed,
                       {"replicas": REPLICAS, "microbatches": MICROBATCHES, "nap_s": NAP, "away_s": AWAY, "steps": STEPS,
                        "pairs": options.pairs},
