@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from worlds import Floored
+from worlds import Floored, Measured
 
 from recover.protocol import decision
 from recover.protocol.coordinator import Coordinator
@@ -184,10 +184,10 @@ class Crashes(World):
 
 
 PLAIN = Parts()
-WORLDS = dict(atonce=Joins, newest=Crashes, lag=Floored, floor=Floored)
+WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored)
 """Where the plain world shows the need of a rule only once in ten thousand seeds or more."""
 PARTS = dict(
-    fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag, world=Floored),
+    fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag, world=Measured),
     reset=replace(PLAIN, position=NoReset),
     forward=replace(PLAIN, position=NoForward), order=replace(PLAIN, actor=NoOrder), confirm=replace(PLAIN, position=NoConfirm),
     proves=replace(PLAIN, position=NoProves), agreement=replace(PLAIN, position=NoAgreement),

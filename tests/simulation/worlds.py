@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 from recover.simulate.world import World
-from recover.workload import Balanced, Spares
+from recover.workload import Balanced, Spares, SpeedWeighted
 
 
 class Preempted(World):
@@ -25,13 +25,24 @@ class Floored(World):
         super().__init__(seed, *rest)
         floor = random.Random(seed).randint(2, self.size)
         self.job = replace(self.job, floor=floor, below=self.below)
-        self.budget = dict(self.budget, leave=0, join=50 if self.below == "wait" else 1)
+        self.budget = dict(self.budget, leave=0, crash=0, join=8 if self.below == "wait" else 1)   # more than may be lost
 
 
 class Stopping(Floored):
     """The same, but the job stops."""
 
     below = "stop"
+
+
+class Measured(World):
+    """Members measure another speed in every step, and work in proportion."""
+
+    def __init__(self, seed, *rest):
+        super().__init__(seed, *rest)
+        self.job = replace(self.job, policy=SpeedWeighted())
+
+    def speed(self, member, step):
+        return 1.0 + (5 * member + 3 * step) % 4
 
 
 class Warm(World):

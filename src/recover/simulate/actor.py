@@ -32,7 +32,7 @@ class Actor:
                  position: Callable[..., Position] = Position) -> None:
         self.world, self.me, self.p, self.random = world, me, p, world.random
         self.position = position(world.job, me, p, world.buckets, first=not joining)
-        self.position.chunk = world.chunk
+        self.position.chunk, self.position.speed = world.chunk, world.speed(me, -1)
         self.calls = 0
         self.sums: dict[int, Sum] = {}                      # reduced buckets of the step at hand
         self.held: tuple[int, dict[int, Sum]] = (-1, {})    # the same of the step before, until its fence
@@ -234,6 +234,7 @@ class Actor:
             self.world.parameters[self.me] = self.started_from
         self.held, self.sums, self.launched = (request.step, self.sums), {}, {}
         self.position.caught_up = self.random.random() < .5
+        self.position.speed = self.world.speed(self.me, request.step)
         return None
         yield
 

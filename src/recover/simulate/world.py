@@ -128,6 +128,10 @@ class World:
         check(op.members == frozenset(members), "I4: one view, two memberships", key)
         return op
 
+    def speed(self, member: int, step: int) -> float:
+        """What `member` has measured when it commits `step`."""
+        return 1.0
+
     def sound(self) -> set[int]:
         """Members that nothing has happened to yet; schedules leave one of them."""
         return self.level - self.doomed - self.fragile - self.told - self.finished
