@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 
 from recover import events
-from recover.membership import wire
+from recover.membership import answers, wire
 from recover.membership.seats import Connection, Replica, Seat, difference, missing
 from recover.protocol.coordinator import Announcement, Answered, Coordinator, Pushed, PushedPending
 from recover.protocol.messages import NO_VIEW, Endpoint, View, ViewId
@@ -403,7 +403,8 @@ class Registrar:
 
     def answer(self, output: Answered) -> None:
         """To whoever asked; who asks again (its connection broke) is answered again."""
-        frames = b"".join(wire.encode(wire.Part(output.view, m, payload)) for m, payload in output.payloads.items())
+        chunks = list(answers.pack(output.payloads))
+        frames = b"".join(wire.encode(wire.Parts(output.view, chunk)) for chunk in chunks)
         asked, self.asked = self.asked, {}
         for connection in asked.values():
-            connection.write(frames, "Part", len(output.payloads))
+            connection.write(frames, "Parts", len(chunks))
