@@ -25,6 +25,7 @@ and carries out what it puts into its outbox.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from recover import events
 from recover.membership import answers, wire
@@ -53,6 +54,7 @@ class Registrar:
         self.asked: dict[int, Connection] = {}          # whose exchange of the present view is unanswered
         self.departed: set[Endpoint] = set()            # ranks lost while the view is being rebuilt
         self.settled = False                            # there is a view
+        self.known = False                              # some rank has announced a view (spares a look at every seat)
 
     @property
     def holding(self) -> bool:
@@ -138,10 +140,16 @@ class Registrar:
 
     def disagreement(self, identity: wire.Identity, member: bool) -> str:
         """The first fact in which the rank differs from the run; "" if none."""
-        seats = [(number, seat) for number, replica in self.replicas.items() for seat in replica.seats.values()]
-        members = [seat for number, seat in seats if seat.announcement or number in self.core.view.members]
-        before = members or ([] if member else [seat for _, seat in seats])
-        return difference(identity, before[0].identity) if before else ""
+        before: Seat | None = None
+        if self.known or self.core.view.members:
+            before = next((seat for number, seat in self.seats() if seat.announcement or number in self.core.view.members), None)
+        if before is None and not member:
+            before = next((seat for _, seat in self.seats()), None)
+        return difference(identity, before.identity) if before else ""
+
+    def seats(self) -> Iterator[tuple[int, Seat]]:
+        """All seats, with the numbers of their replicas."""
+        return ((number, seat) for number, replica in self.replicas.items() for seat in replica.seats.values())
 
     def register(self, seat: Seat) -> None:
         """Give the rank its seat; the same life's former connection is replaced."""
@@ -151,6 +159,7 @@ class Registrar:
         if old and old.connection is not connection:
             self.forget(old.connection)
         replica.seats[identity.rank] = seat
+        self.known = self.known or seat.announcement is not None
         self.where[connection] = identity.replica, identity.rank
         self.departed.discard(identity.endpoint)
         connection.send(wire.Welcome(self.core.incarnation))
@@ -187,7 +196,7 @@ class Registrar:
 
     def reconsider(self) -> None:
         """While holding: who is a member of the newest view announced, and what does each say of it?"""
-        newest = self.newest()
+        newest = self.newest() if self.known else None
         if newest is None:
             return
         here = [(number, replica) for number, replica in self.replicas.items() if replica.complete]
