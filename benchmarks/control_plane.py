@@ -29,10 +29,10 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
-import common
 import msgspec
 import psutil
 
+import common
 from recover.config import Timeouts
 from recover.membership import wire
 from recover.membership.answers import Answer
@@ -344,7 +344,8 @@ def measure(members: int, kills: int, timeout: float) -> dict[str, Any]:
             stack.callback(children[-1].end)
         clients, doomed = children[:len(bounds)], children[len(bounds):]
         formed, _ = last_view(children, members + kills)
-        results: dict[str, Any] = {"members": members, "failure_timeout_s": timeout, "formation_s": formed - before, "death_to_view_s": [], "exchange_s": []}
+        results: dict[str, Any] = {"members": members, "failure_timeout_s": timeout, "formation_s": formed - before,
+                                   "death_to_view_s": [], "exchange_s": []}
         results["idle_cpu"] = idle(watched)
         for number, victim in enumerate(doomed):
             cpu, since = sum(watched.cpu_times()[:2]), time.monotonic()
@@ -388,7 +389,7 @@ def main() -> None:
                for members in options.members]
     met = all(max(row["death_to_view_s"]) <= BARS.get(row["members"], float("inf")) for row in results)
     common.show("control plane, milliseconds unless said otherwise",
-                ["members", "death to view, median", "worst", "exchange", "payload, B", "view, B", "formation", "idle CPU, %", "MiB"],
+                ["members", "to view: median", "worst", "exchange", "payload, B", "view, B", "formation", "idle CPU, %", "MiB"],
                 [[row["members"], *(1000 * common.summary(row["death_to_view_s"])[key] for key in ("median", "max")),
                   1000 * row["exchange_s"][0], row["payload_bytes"], row["view_bytes"], 1000 * row["formation_s"],
                   100 * row["idle_cpu"], row["resident_mib"]] for row in results])
