@@ -6,7 +6,8 @@ nothing. Each member that will die is a process of its own, and is SIGKILLed. Me
 
 * death to view: from the kill until the last survivor holds every byte of the new view;
 * exchange: from the word to all members until the last of them holds every byte of the answer; the payloads are encoded
-  `Report`s as survivors would send them in the middle of a reduction (two speed vectors of all members included);
+  `Report`s as survivors would send them in the middle of a reduction (two speed vectors of all members included), and, to
+  see what those cost, the same without vectors;
 * formation: from the first connection to the first view, all members at once;
 * idle: the coordinator's share of a processor while nothing happens but heartbeats, and its memory;
 * decoding: what a member's own machine needs to decode that view. Here it would be thousands of times the same work on
@@ -21,11 +22,11 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,10 +53,11 @@ LIMIT = 120.0
 
 
 def payload(members: int) -> bytes:
-    """What a survivor reports in the middle of a reduction; two fence vectors, hence two speeds per member."""
+    """What a survivor reports in the middle of a reduction; two fence vectors, hence two speeds per member (0: none)."""
     vector = {member: 1.0 + member % 7 / 16 for member in range(members)}
+    vectors = {1001: vector, 1002: vector} if members else {}
     report = Report(1000, level=True, owes={1000: frozenset(range(8)), 1001: frozenset(range(8))}, buckets=((1, 24),),
-                    reduced=frozenset((0, bucket) for bucket in range(12)), vectors={1001: vector, 1002: vector})
+                    reduced=frozenset((0, bucket) for bucket in range(12)), vectors=vectors)
     return msgspec.msgpack.encode(report)
 
 
@@ -72,8 +74,7 @@ class Clients:
         self.views: dict[tuple[int, int], dict[str, Any]] = {}
         self.newest: wire.NewView | None = None
         self.last_body, self.decoding = b"", 0.0
-        self.answered: Counter[tuple[int, int]] = Counter()
-        self.answers: dict[tuple[int, int], float] = {}
+        self.answered, self.answered_last = 0, 0.0          # of the latest exchange: members that have all of it, and when
         self.retries = 0
         self.sending = b""
         self.frames: list[bytes] = []
@@ -107,8 +108,8 @@ class Clients:
         if member.parts < len(self.frames) or len(self.reply.payloads) < len(self.newest.view.members):
             return
         assert set(self.reply.payloads.values()) == {self.sending}
-        self.answered[self.newest.view.id] += 1
-        self.answers[self.newest.view.id] = time.monotonic()
+        self.answered += 1
+        self.answered_last = time.monotonic()
 
     async def connect(self, number: int, port: int) -> None:
         """Until welcomed; as a rank would, again soon after a connection that broke."""
@@ -146,14 +147,15 @@ class Clients:
         while word := (await lines.readline()).decode().split():
             if word[0] == "exchange":
                 assert self.newest is not None
+                self.answered = 0
                 self.frames, self.reply, self.unpacking, self.sending = [], Answer(), 0.0, payload(int(word[1]))
                 frame = wire.encode(wire.Exchange(self.newest.view.id, self.sending))
                 for link in list(self.members.values()):
                     link.parts = 0
                     link.write(frame)
             views = [{"id": view, **seen} for view, seen in self.views.items()]
-            exchanges = {str(view): [count, self.answers[view]] for view, count in self.answered.items()}
-            said = {"welcomed": len(self.members), "views": views, "exchanges": exchanges, "retries": self.retries,
+            said = {"welcomed": len(self.members), "views": views, "retries": self.retries,
+                    "answered": self.answered, "answered_last": self.answered_last,
                     "decoding": self.decoding, "unpacking": self.unpacking, "cpu": time.process_time()}
             print(json.dumps(said), flush=True)
         beating.cancel()
@@ -304,7 +306,7 @@ def last_view(clients: list[Child], members: int) -> tuple[float, int]:
 
 
 def exchange(clients: list[Child], members: int) -> float:
-    """Seconds that one exchange takes until the last member has the whole answer."""
+    """Seconds that one exchange of `payload(members)` takes until the last member has the whole answer. One per view."""
     wanted, before = sum(child.count for child in clients), time.monotonic()
     for child in clients:
         child.say(f"exchange {members}")
@@ -312,10 +314,10 @@ def exchange(clients: list[Child], members: int) -> float:
         child.hear()
 
     def complete() -> float | None:
-        said = [max(child.ask()["exchanges"].items(), default=("", [0, 0.0])) for child in clients]
-        if len({view for view, _ in said}) > 1 or sum(count for _, (count, _) in said) < wanted:
+        said = [child.ask() for child in clients]
+        if sum(state["answered"] for state in said) < wanted:
             return None
-        return float(max(last for _, (_, last) in said))
+        return float(max(state["answered_last"] for state in said))
 
     after: float = common.wait_until(complete, f"an exchange of {members} members", LIMIT, every=0.25)
     return after - before
@@ -345,7 +347,7 @@ def measure(members: int, kills: int, timeout: float) -> dict[str, Any]:
         clients, doomed = children[:len(bounds)], children[len(bounds):]
         formed, _ = last_view(children, members + kills)
         results: dict[str, Any] = {"members": members, "failure_timeout_s": timeout, "formation_s": formed - before,
-                                   "death_to_view_s": [], "exchange_s": []}
+                                   "death_to_view_s": [], "view_cpu_s": 0.0, "exchange_without_vectors_s": []}
         results["idle_cpu"] = idle(watched)
         for number, victim in enumerate(doomed):
             cpu, since = sum(watched.cpu_times()[:2]), time.monotonic()
@@ -353,15 +355,26 @@ def measure(members: int, kills: int, timeout: float) -> dict[str, Any]:
             left = members + kills - 1 - number
             last, size = last_view([*clients, *doomed[number + 1:]], left)
             results["death_to_view_s"].append(last - since)
-            results["view_bytes"], results["view_cpu_s"] = size, sum(watched.cpu_times()[:2]) - cpu
+            results["view_bytes"] = size
+            results["view_cpu_s"] += (sum(watched.cpu_times()[:2]) - cpu) / kills
+            if number < kills - 1:
+                results["exchange_without_vectors_s"].append(exchange([*clients, *doomed[number + 1:]], 0))
         results["decode_view_s"] = clients[0].ask()["decoding"]
         cpu = sum(watched.cpu_times()[:2])
-        results["exchange_s"].append(exchange(clients, members))
+        results["exchange_s"] = exchange(clients, members)
         results["unpack_answer_s"] = clients[0].ask()["unpacking"]
         results["exchange_cpu_s"] = sum(watched.cpu_times()[:2]) - cpu
         results |= {"payload_bytes": len(payload(members)), "resident_mib": watched.memory_info().rss / 2**20,
                     "connection_retries": sum(child.ask()["retries"] for child in clients)}
-    return results | {"wakeup_delay_ms": noise.figures()}
+    return results | {"wakeup_delay_ms": noise.figures(), "load_average": os.getloadavg()[0]}
+
+
+def line(row: dict[str, Any]) -> list[object]:
+    """Of the table."""
+    view, bare = (common.summary(row[key]) for key in ("death_to_view_s", "exchange_without_vectors_s"))
+    seconds = (view["median"], view["max"], row["view_cpu_s"], row["exchange_s"], row["exchange_cpu_s"], bare["median"])
+    return [row["members"], *(round(1000 * value) for value in seconds), row["view_bytes"], round(1000 * row["formation_s"]),
+            100 * row["idle_cpu"], round(row["resident_mib"])]
 
 
 def fits(members: int) -> bool:
@@ -373,7 +386,7 @@ def fits(members: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--members", type=int, nargs="+", default=[64, 512, 4096])
-    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=5, help="at least 2")
     parser.add_argument("--failure-timeout", type=float, help="seconds; by default 5, and 30 for thousands")
     parser.add_argument("--clients", type=int, nargs=3, metavar=("LOW", "HIGH", "PORT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -388,11 +401,9 @@ def main() -> None:
     results = [measure(members, options.kills, options.failure_timeout or PATIENCE.get(members, 5.0))
                for members in options.members]
     met = all(max(row["death_to_view_s"]) <= BARS.get(row["members"], float("inf")) for row in results)
-    common.show("control plane, milliseconds unless said otherwise",
-                ["members", "to view: median", "worst", "exchange", "payload, B", "view, B", "formation", "idle CPU, %", "MiB"],
-                [[row["members"], *(1000 * common.summary(row["death_to_view_s"])[key] for key in ("median", "max")),
-                  1000 * row["exchange_s"][0], row["payload_bytes"], row["view_bytes"], 1000 * row["formation_s"],
-                  100 * row["idle_cpu"], row["resident_mib"]] for row in results])
+    common.show("control plane, milliseconds unless said otherwise; CPU: of the coordinator",
+                ["members", "view: median", "worst", "CPU", "exchange", "CPU", "no vectors", "view, B", "formation", "idle, %", "MiB"],
+                [line(row) for row in results])
     common.record("control_plane", "death to the new view at the last member: 512 members 100 ms, 4,096 members 1 s", met,
                   {"kills": options.kills, "client_processes": CLIENTS},
                   {"sizes": results})

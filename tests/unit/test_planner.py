@@ -274,7 +274,8 @@ def test_crusoe_counts_what_was_thrown_away() -> None:
     """Steps of 11 s after 9 s for new groups: a failure each 20.001 s lets one step through, each 19.9 s none."""
     job = Job(replicas=30, gpus_per_replica=10, microbatches=30, tokens_per_step=30, microbatch=10.0, reduction=1.0)
     for mean, share in ((20.001, 1.0), (19.9, 0.0)):
-        question = plan(job=job, costs=CRUSOE_COSTS, goal=Goal(seconds=10_000), law="periodic", mean=mean, repair=1.0)
+        question = plan(job=job, costs=replace(CRUSOE_COSTS, reform=9), goal=Goal(seconds=10_000), law="periodic", mean=mean,
+                        repair=1.0)
         outcome = play("drop-and-shrink", question)
         assert outcome.committed == pytest.approx(share * outcome.failures, abs=2)
         assert outcome.discarded == pytest.approx(outcome.failures, abs=2)
