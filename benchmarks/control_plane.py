@@ -402,7 +402,8 @@ def main() -> None:
                for members in options.members]
     met = all(max(row["death_to_view_s"]) <= BARS.get(row["members"], float("inf")) for row in results)
     common.show("control plane, milliseconds unless said otherwise; CPU: of the coordinator",
-                ["members", "view: median", "worst", "CPU", "exchange", "CPU", "no vectors", "view, B", "formation", "idle, %", "MiB"],
+                ["members", "view: median", "worst", "CPU", "exchange", "CPU", "no vectors", "view, B", "formation",
+                 "idle, %", "MiB"],
                 [line(row) for row in results])
     common.record("control_plane", "death to the new view at the last member: 512 members 100 ms, 4,096 members 1 s", met,
                   {"kills": options.kills, "client_processes": CLIENTS},
