@@ -200,8 +200,8 @@ PRESETS: dict[str, Preset] = {preset.name: preset for preset in (
         "the time that survivors wait is an assumption, hence four of them"), forward),
     Preset("crusoe", "torchft at Crusoe: 300 GPUs, 30 replicas, 11 s steps", (
         "fitted to the failure every 15 s: 10 s for a new quorum and new groups after a failure; the other is predicted",
-        "fitted to the failure every 15 s: 10 s for a new quorum and new groups after a failure; the other is "
-        "predicted",
+        "assumed: intervals uniform between 0 and twice their mean; a replica is back after 30 s, without holding up "
+        "anybody"), crusoe),
     Preset("llama3", "Llama 3: 16,384 GPUs, 419 unexpected interruptions in 54 days", (
         "exponential failures at the published rate, so the count is no more than a check of the clock",
         "128 replicas of 128 GPUs, 10.2 s steps; saves of 10 s at Young/Daly's interval, detection 30 s, restart 10 min with "
