@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from recover.simulate.cluster.command import cluster
+
 if TYPE_CHECKING:
     from recover.report.audit import Result
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Keeps a pre-training run on its failure-free trajectory while machines die under it.")
-simulate_app = typer.Typer(no_args_is_help=True, help="Deterministic simulations of the protocol.")
+simulate_app = typer.Typer(no_args_is_help=True, help="Deterministic simulations of the protocol, and of clusters that fail.")
+simulate_app.command("cluster")(cluster)
 app.add_typer(simulate_app, name="simulate")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from recover.membership import wire
+from recover.membership.answers import Answer
 from recover.membership.registrar import CLOSED, Registrar
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import Endpoint, View
@@ -208,10 +209,12 @@ def test_a_suspicion_makes_a_view_of_the_same_members_once() -> None:
 def test_an_exchange_is_answered_once_all_have_spoken() -> None:
     registrar, ranks = run(2)
     registrar.exchange(ranks[0].connection, wire.Exchange((0, 1), b"a"))
-    assert not any(isinstance(m, wire.Part) for m in ranks[0].told)
+    assert not any(isinstance(m, wire.Parts) for m in ranks[0].told)
     registrar.exchange(ranks[1].connection, wire.Exchange((0, 1), b"b"))
-    parts = [wire.Part((0, 1), 0, b"a"), wire.Part((0, 1), 1, b"b")]
-    assert ranks[0].told[-2:] == ranks[1].told[-2:] == parts
+    answer = Answer()
+    answer.add(ranks[0].told[-1].chunk)
+    assert answer.payloads == {0: b"a", 1: b"b"}
+    assert ranks[0].told[-1] == ranks[1].told[-1]
 
 
 def test_whoever_asks_again_over_a_new_connection_is_answered_again_and_nobody_else() -> None:
@@ -221,7 +224,7 @@ def test_whoever_asks_again_over_a_new_connection_is_answered_again_and_nobody_e
     before = len(ranks[1].told)
     ranks[0].announce(registrar, registrar.core.view, clean=False)
     registrar.exchange(ranks[0].connection, wire.Exchange((0, 1), b"x"))
-    assert [type(m) for m in ranks[0].told] == [wire.Welcome, wire.Part, wire.Part]
+    assert [type(m) for m in ranks[0].told] == [wire.Welcome, wire.Parts]
     assert len(ranks[1].told) == before
 
 
@@ -230,7 +233,7 @@ def test_an_exchange_of_a_former_view_is_dropped() -> None:
     registrar.suspect(ranks[0].connection, wire.Suspect((0, 1), "", None))
     for rank in ranks:
         registrar.exchange(rank.connection, wire.Exchange((0, 1), b"x"))
-    assert not any(isinstance(m, wire.Part) for m in ranks[0].told)
+    assert not any(isinstance(m, wire.Parts) for m in ranks[0].told)
 
 
 # -- coming back with nothing ---------------------------------------------------------------------------------------
