@@ -25,6 +25,7 @@ from recover.collectives.contract import GATHER_LIMIT, Backend, Group, Work
 from recover.collectives.door import Dial, Door
 from recover.collectives.engine import Engine
 from recover.collectives.handshake import Hello
+from recover.collectives.links import Link
 from recover.collectives.loop import READ, Loop
 from recover.collectives.operations import SUMMED, AllReduce, Copy, Gather, Operation, Scratch
 from recover.collectives.staging import Staging
@@ -219,7 +220,7 @@ class TcpBackend(Backend):
                 engine.fail(PeerLost(reason, peer))
 
         try:
-            dial = Dial(self._loop, address, talk, lambda hello, sock: engine.adopt(peer, sock), failed)
+            dial = Dial(self._loop, address, talk, lambda hello, sock: self._adopt(engine, peer, sock), failed)
         except OSError as error:                        # no descriptor left, say
             failed(f"can't be called: {error.strerror or error}")
         else:
@@ -268,7 +269,13 @@ class TcpBackend(Backend):
         except OSError:
             self._loop.discard(sock)
             return
-        engine.adopt(hello.caller, sock)
+        self._adopt(engine, hello.caller, sock)
+
+    def _adopt(self, engine: Engine, peer: int, sock: socket.socket) -> None:
+        if engine.lost is not None or peer not in engine.waiting:       # replaced meanwhile
+            self._loop.discard(sock)
+        else:
+            engine.adopt(Link(sock, peer, engine.view, engine))
 
 
 def _listen(address: str) -> socket.socket:
