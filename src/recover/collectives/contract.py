@@ -15,7 +15,8 @@ conformance tests over every registered name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -118,6 +119,9 @@ class Backend(ABC):
 
     endpoint: Endpoint
     """Where this rank's data connections are accepted."""
+
+    facts: Mapping[str, str] = MappingProxyType({})
+    """What must be equal on all ranks for this backend to connect them; compared when a rank asks to be let in."""
 
     @abstractmethod
     def form(self, view: View, position: int, me: int, timeout: float) -> Group:

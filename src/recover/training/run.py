@@ -181,7 +181,7 @@ class Run:
             if environment.replicas > options.microbatches and environment.replica == 0:
                 warnings.warn(f"{environment.replicas} replicas share {options.microbatches} microbatches: some have nothing "
                               "to compute", stacklevel=3)
-            facts = options.facts(backend) | {"mesh": str(dict(place.axes))}
+            facts = options.facts(backend) | {"mesh": str(dict(place.axes))} | dict(self.backend.facts)
             self.member = Member(environment, self.timeouts, token, self.backend.endpoint, facts)
         self.injector = injector_for(environment, {"cut": self._cut}) if environment else None
         atexit.register(self.close)
