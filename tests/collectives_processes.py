@@ -8,10 +8,14 @@ PeerLost is a result, any other exception fails the test. A member that ends wit
 that stops itself has FROZEN; neither takes part in what follows. A block ends with the end of all members. Closures work,
 since a fork copies them; what members share while a body runs is `shared_event()`, made before.
 
-A backend whose processes must be started in some special way names it in SEATS.
+Every registered backend is tested that can be made here; one's own is registered by a module that is named in
+RECOVER_TEST_BACKENDS (comma-separated, imported first). A backend whose processes must be started in some special way names
+that way in SEATS, one that works among the threads of one process says so in THREADS.
 """
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -23,16 +27,37 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
-from collectives_harness import PATIENCE, make, view_of
-from recover.collectives import Backend, Group
+import pytest
+
+from collectives_harness import PATIENCE, make, ranks, view_of
+from recover.collectives import Backend, Group, names
 from recover.errors import PeerLost
-from recover.launch.mpi import Seats
+from recover.launch.mpi import Seats, find_mpirun
+from recover.protocol.messages import Endpoint
 
 LIFETIME = 120                  # seconds after which a member ends, whatever it hangs in
 FROZEN = "frozen"
 
 SEATS: dict[str, Callable[[int], Seats]] = {"ulfm": Seats}
 """backend -> what makes places for so many processes: `environment(number)`, `take(number, pid)`, `close()`"""
+
+
+THREADS = {"tcp"}
+"""backends of which one process may have several"""
+
+MISSING: dict[str, str] = {}
+"""backend -> why it can't be tested here"""
+
+if importlib.util.find_spec("mpi4py") is None or find_mpirun() is None:
+    MISSING["ulfm"] = 'needs pip install "recover-training[ulfm]"'
+for module in filter(None, os.environ.get("RECOVER_TEST_BACKENDS", "").split(",")):
+    importlib.import_module(module)
+
+
+def backends() -> list:
+    """For `parametrize`: all that are registered; what is missing here is skipped by name."""
+    return [pytest.param(name, marks=[pytest.mark.skipif(name in MISSING, reason=MISSING.get(name, ""))])
+            for name in names()]
 
 
 @dataclass(frozen=True)
@@ -67,6 +92,7 @@ class Processes(AbstractContextManager):
         self.backend: Backend | None = None
         self.groups: dict[int, Group] = {}              # ours only
         self.alive = tuple(range(count))                # those who take part
+        self.members = self.alive                       # of the newest view
         self._pids: dict[int, int] = {}                 # theirs; only the test's own process knows
         self._form, self._seats, self._frozen = form, None, {}
         self._pipes: dict[int, Connection] = {}
@@ -110,7 +136,7 @@ class Processes(AbstractContextManager):
 
     def __exit__(self, kind, error, trace) -> None:
         if self.me is None:
-            self._end()
+            self._end(0 if error else PATIENCE)
             return
         if error is not None:
             self._fail()
@@ -121,7 +147,7 @@ class Processes(AbstractContextManager):
     def _fail(self) -> None:
         """An error in a member is told to the test."""
         if self.me is None:
-            self._end()
+            self._end(0)
             return
         try:
             self._pipes[self.me].send_bytes(pickle.dumps(("error", traceback.format_exc())))
@@ -129,8 +155,8 @@ class Processes(AbstractContextManager):
             pass
         os._exit(1)
 
-    def _end(self) -> None:
-        until = time.monotonic() + PATIENCE
+    def _end(self, patience: float) -> None:
+        until = time.monotonic() + patience
         left = {**self._pids, **self._frozen}
         while left and time.monotonic() < until:
             for member, pid in list(left.items()):
@@ -146,7 +172,7 @@ class Processes(AbstractContextManager):
             pipe.close()
         if self._seats is not None:
             self._seats.close()
-        assert not left, f"members {sorted(left)} did not end"
+        assert not left or not patience, f"members {sorted(left)} did not end"
 
     # -- what tests do -----------------------------------------------------------------------------------------------
     def form(self, members: Sequence[int] | None = None, timeout: float = PATIENCE) -> dict[int, object]:
@@ -161,6 +187,7 @@ class Processes(AbstractContextManager):
         """A new view; what became of it at each member that still takes part: its members, or PeerLost."""
         self.number += 1
         view = self.view(members)
+        self.members = view.members
 
         def enter(me, group):
             self.groups.pop(me, None)
@@ -168,14 +195,18 @@ class Processes(AbstractContextManager):
             return self.groups[me].members
         return self.each(enter, [m for m in view.members if m in self.alive])
 
+    def thaw(self, member: int) -> None:
+        """Let one that has stopped itself go on; it takes no part all the same."""
+        if self.me is None:
+            os.kill(self._frozen[member], signal.SIGCONT)
+
     def view(self, members: Sequence[int] | None = None):
-        from recover.protocol.messages import Endpoint
         return view_of({m: Endpoint(*e) for m, e in self.endpoints.items()}, self.number,
                        self.alive if members is None else members)
 
     def each(self, function, members: Sequence[int] | None = None) -> dict[int, object]:
-        """What the function gave to each of the members (of all that take part)."""
-        chosen = list(self.alive if members is None else members)
+        """What the function gave to each of the members (of the newest view, as far as they take part)."""
+        chosen = list(members or [m for m in self.members if m in self.alive])
         if self.me is None:
             return self._collect(chosen)
         pipe = self._pipes[self.me]
@@ -224,6 +255,11 @@ def _decode(said: tuple[str, object]) -> object:
 def _stopped(pid: int) -> bool:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+def gather(count: int, name: str, form: bool = True, **options):
+    """Members as threads, which is quick, where the backend can do that; else as processes. Use `each` only."""
+    return (ranks if name in THREADS else processes)(count, name, form=form, **options)
 
 
 def processes(count: int, name: str, form: bool = True, **options) -> Processes:
