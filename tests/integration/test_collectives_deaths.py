@@ -321,3 +321,21 @@ def test_two_hundred_views_leave_nothing_behind(name, leak):
                 time.sleep(0.02)
             return files <= early[0], threads <= early[1], memory - early[2] < 20 << 20
         assert cluster.each(body) == dict.fromkeys(range(3), (leak != "file", True, leak != "memory"))
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_last_words_before_an_orderly_end_arrive(name, closes):
+    """A member ends at once after an operation that was whole for it; the control has no operation to be whole."""
+    with processes(2, name) as cluster:
+        def body(me, group):
+            if me == 1:
+                time.sleep(0.1)                         # looks late
+            if me == 0:
+                if closes:
+                    group.gather(1, b"last words").wait(PATIENCE)
+                cluster.backend.close()
+                os._exit(0)
+            return outcome(group.gather(1, b"")) is None
+        results = cluster.each(body)
+        assert results[0] == Died(0)
+        assert results[1] is closes

@@ -13,6 +13,9 @@ communicator with dead members needs no repair, and there is nothing to wait for
 living process of the old communicator: a frozen one that the coordinator has dropped would stop all others. What the
 paper does with it (and with revoke and agree) is `guarded.py`.
 
+**The end.** A message that MPI took is lost if its sender's process ends before the receiver has looked. So whoever
+closes waits (LINGER seconds at most) until the others have left the view too: they do when they read its goodbye.
+
 **Silence** of a process that lives is judged as for `tcp`, by signs of life. MPI shows a message only when it is whole:
 on a connection that carries less than CAPACITY bytes per `Timeouts.silence` the peer would look silent.
 
@@ -41,8 +44,8 @@ from recover.config import Timeouts
 from recover.errors import PeerLost, WireError
 from recover.protocol.messages import NO_VIEW, Endpoint, View, ViewId
 
-_ENVELOPE = struct.Struct("<Bqqqq")     # greeting or frames, view, from member, to member
-_GREETING, _FRAMES = 1, 2
+_ENVELOPE = struct.Struct("<Bqqqq")     # which kind of message, view, from member, to member
+_GREETING, _FRAMES, _GOODBYE = 1, 2, 3
 PROOF = 32
 
 
@@ -117,6 +120,7 @@ class MpiWire(Wire):
         self.say(frames.pack_bye(self.view, reason, blamed))
         if not self._severed:
             self._lane.send(self._envelope + b"".join(self._outbox.control))
+            self._lane.send(_ENVELOPE.pack(_GOODBYE, *_ENVELOPE.unpack(self._envelope)[1:]))
         self._drop()
         self._handle = lambda events: None
 
@@ -141,6 +145,7 @@ class UlfmBackend(Backend):
         self._lanes: dict[int, Lane] = {}
         self._wires: dict[int, MpiWire] = {}            # of the view entered last, by process
         self._peers: dict[int, int] = {}                # process -> member of the view entered last
+        self._parting: set[int] = set()                 # processes that have not left that view yet
         self._closed = self._leaving = False
         self._flushed = threading.Event()               # closed, and what was to be sent is gone
         self._loop = Loop(f"recover-ulfm-{self.endpoint.port}", timeouts.heartbeat / 2)
@@ -204,7 +209,7 @@ class UlfmBackend(Backend):
         if engine.lost is not None:
             return
         self._newest = self._entered = engine.view
-        self._wires, self._peers = {}, where
+        self._wires, self._peers, self._parting = {}, where, set(where)
         engine.begin()
         for process, peer in where.items():
             lane = self._lanes.get(process)
@@ -226,7 +231,8 @@ class UlfmBackend(Backend):
                 self._wires[process].ready()
         if moved:
             self._loop.call(lambda: None)               # look again at once: more is likely to come
-        if self._leaving and not any(lane.busy for lane in self._lanes.values() if not lane.failure):
+        if self._leaving and not any(lane.busy or process in self._parting for process, lane in self._lanes.items()
+                                     if not lane.failure):
             self._flushed.set()
         return False
 
@@ -249,6 +255,8 @@ class UlfmBackend(Backend):
         view, engine = (incarnation, counter), self._engine
         if view > self._entered:
             raise Hold
+        if kind == _GOODBYE and view == self._entered:
+            self._parting.discard(lane.rank)
         if (engine is None or view != engine.view or view != self._entered or engine.lost is not None
                 or (sender, receiver) != (self._peers.get(lane.rank), engine.me)):
             return
