@@ -11,6 +11,7 @@ from pathlib import Path
 
 from recover.config import Timeouts
 from recover.faults import FaultPlan
+from recover.launch.mpi import mpirun_command
 
 MAX_RANKS = 4096
 
@@ -28,6 +29,7 @@ class Options:
     failure_timeout: float = 5.0
     threads_per_rank: int = 1
     interface: str | None = None
+    backend: str | None = None          # of the sums between replicas, for scripts that name none
     listen: str = "127.0.0.1:0"         # where the coordinator accepts members; port 0: any free one
     grace: float = 5.0                  # seconds between a polite end and SIGKILL
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -49,6 +51,8 @@ class Options:
         if self.faults is not None:
             FaultPlan.load(self.faults).check(self.replicas, self.ranks_per_replica)
         host_and_port(self.listen)
+        if self.backend == "ulfm":
+            mpirun_command(1)
 
     @property
     def plan(self) -> FaultPlan:
@@ -97,6 +101,8 @@ def rank_environment(options: Options, where: Where, replica: int, rank: int,
     }
     if options.faults is not None:
         environ["RECOVER_FAULTS"] = str(options.faults.absolute())
+    if options.backend is not None:
+        environ["RECOVER_BACKEND"] = options.backend
     if options.interface is not None:
         environ["RECOVER_INTERFACE"] = options.interface
     return environ

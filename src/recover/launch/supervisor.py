@@ -44,6 +44,7 @@ from recover.faults import Done, done_path, read_done
 from recover.launch import keeper as keeping
 from recover.launch.glimpse import Glimpse, glimpse
 from recover.launch.guard import FORWARDED, guard
+from recover.launch.mpi import Seats
 from recover.launch.options import Options, Where, free_ports, rank_environment
 from recover.launch.output import Output
 from recover.launch.reaper import Child, Children
@@ -84,6 +85,7 @@ class Supervisor:
         self._log = EventLog(self._events, options.run_id, None, None, role="launcher")
         self._keeper = keeping.Keeper(options, self._children, self._output, self._log, self._private,
                                       coordinator_command)
+        self._seats: Seats | None = None            # where the backend needs them
         self._ranks: list[Rank] = []
         self._signals: list[int] = []
         self._interrupted: int | None = None
@@ -106,6 +108,8 @@ class Supervisor:
     def run(self) -> int:
         """The whole launch; returns the exit code."""
         wake = self._listen_to_signals()
+        if self._options.backend == "ulfm":
+            self._seats = Seats(self._options.replicas * self._options.ranks_per_replica)
         self._log.emit(LAUNCH_START, replicas=self._options.replicas, command=self._options.command,
                        ranks_per_replica=self._options.ranks_per_replica, coordinator=self._options.listen)
         try:
@@ -122,6 +126,8 @@ class Supervisor:
         finally:
             for child in self._children.alive:
                 self._children.end(child, 0)
+            if self._seats is not None:
+                self._seats.close()
             self._log.close()
             self._output.close()
             shutil.rmtree(self._private, ignore_errors=True)
@@ -177,11 +183,20 @@ class Supervisor:
         for replica in range(options.replicas):
             for position in range(options.ranks_per_replica):
                 name = f"r{replica}" if options.ranks_per_replica == 1 else f"r{replica}.{position}"
-                child = self._children.start(name, options.command,
-                                             rank_environment(options, where, replica, position))
+                child = self._start_rank(name, rank_environment(options, where, replica, position),
+                                         replica * options.ranks_per_replica + position)
                 self._output.follow_child(child.process, f"[{name}] ")
                 self._ranks.append(Rank(replica, position, child))
                 self._log.emit(LAUNCH_RANK_START, replica=replica, rank=position, pid=child.pid)
+
+    def _start_rank(self, name: str, environ: dict[str, str], number: int) -> Child:
+        """Start one rank, the `number`-th of the run, in its seat if it needs one."""
+        if self._seats is not None:
+            environ |= self._seats.environment(number)
+        child = self._children.start(name, self._options.command, environ)
+        if self._seats is not None:
+            self._seats.take(number, child.pid)
+        return child
 
     # -- ends
 
