@@ -9,8 +9,8 @@
 * All members launch the operations of one view with equal numbers, sizes and dtypes. The order in which they launch
   them may differ, as long as each is launched without waiting for the result of one that another member launches later.
 
-A further backend implements `Group` and `Backend` and calls `register`; tests/collectives_harness.py runs the
-conformance tests over every registered name.
+A further backend implements `Group` and `Backend` and calls `register`; the conformance tests run over every registered
+name (docs/backends.md).
 """
 from __future__ import annotations
 
