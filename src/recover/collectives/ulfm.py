@@ -170,7 +170,7 @@ class UlfmBackend(Backend):
             engine.fail(PeerLost(f"members {missing} did not enter view {view.id} within {timeout:.2f} s",
                                  missing[0] if len(missing) == 1 else None))
         if engine.lost is not None:
-            raise PeerLost(engine.lost.reason, engine.lost.peer)
+            raise PeerLost(engine.lost.reason, engine.lost.peer, engine.lost.unheard)
         return EngineGroup(engine, self._scratch)
 
     def abandon(self, newest: ViewId) -> None:
