@@ -122,12 +122,14 @@ def test_nobody_killed_in_the_middle_of_a_transfer(name):
 
 @pytest.mark.parametrize("inject", [True, False])
 def test_killed_after_its_part_is_done(name, inject):
-    """What it has given counts; only what comes later fails."""
+    """When all have what it gave: that stands, only what comes later fails."""
+    everybody = multiprocessing.get_context("fork").Barrier(3, timeout=PATIENCE)
     with processes(3, name) as cluster:
         def body(me, group):
             output = torch.empty(1000)
             group.all_reduce(1, [torch.ones(1000)], [output]).wait(PATIENCE)
             group.gather(2, b"").wait(PATIENCE)
+            everybody.wait()
             if me == 1 and inject:
                 die()
             loss = outcome(group.gather(3, b""))
@@ -149,8 +151,9 @@ def test_frozen(name, inject):
                 time.sleep(2)
             output = torch.empty(BIG)
             loss = outcome(group.all_reduce(1, [torch.ones(BIG)], [output]))
-            group.revoke()
-            group.join(PATIENCE)
+            if loss:                                    # else the first to have its sum would end it for others
+                group.revoke()
+                group.join(PATIENCE)
             return loss and (loss.peer, "silent" in loss.reason)
         results = cluster.each(body)
         if not inject:
@@ -193,7 +196,8 @@ def test_cut_off(name, inject):
             group.gather(1, b"").wait(PATIENCE)
             if me == 1 and inject:
                 group.sever()
-            return outcome(group.gather(2, b"")) is not None
+            # what others had sent before the cut may still complete the first; the second needs an answer to it
+            return any([outcome(group.gather(op, b"")) for op in (2, 3)])
         assert cluster.each(body) == dict.fromkeys(range(3), inject)
         cluster.form()
         sums_are_right(cluster)
@@ -283,9 +287,14 @@ def test_killed_while_a_view_forms(name, dies):
             try:
                 return cluster.backend.form(cluster.view((0, 1, 2)), 0, me, PATIENCE).members
             except PeerLost as loss:
-                return loss.peer
+                return loss.peer                        # one may only have seen that the other survivor gave up
         results = cluster.each(body)
-        assert results == ({0: 1, 1: KILLED, 2: 1} if dies else dict.fromkeys(range(3), (0, 1, 2)))
+        if dies:
+            assert results[1] == KILLED
+            assert 1 in (results[0], results[2])
+            assert all(isinstance(results[m], int) for m in (0, 2))
+        else:
+            assert results == dict.fromkeys(range(3), (0, 1, 2))
         cluster.form()
         sums_are_right(cluster)
 
@@ -311,9 +320,12 @@ def test_two_hundred_views_leave_nothing_behind(name, leak):
                     assert output.eq(len(members)).all()
                     finished[len(members)].wait()       # else the first to leave would end it for others
                     group.gather(3, b"" if me else b"alone")    # one that may be pending when the view ends
-                leaks += {"file": [open("/dev/null")], "memory": [bytearray(200 << 10)], None: []}[leak]  # noqa: SIM115
+                if leak is not None:
+                    leaks.append(open("/dev/null") if leak == "file" else bytearray(b"x" * (200 << 10)))  # noqa: SIM115
                 if number == 50:
                     early = held()
+                    if me in members:
+                        finished[len(members)].wait()   # nobody has left this view yet
             for _ in range(100):                        # closed connections linger until the peer has closed too
                 files, threads, memory = held()
                 if files <= early[0]:
