@@ -16,6 +16,8 @@ def record(name: str) -> dict[str, Any]:
 def rows() -> list[tuple[str, str, str]]:
     """(what, figure, command that prints it)"""
     exact, detection, accuracy = record("exactness"), record("detection")["results"], record("accuracy")["results"]
+    backends = record("collectives")["results"]
+    died = backends["death_ms"]
     coordinator, memory = record("coordinator_loss")["results"], record("memory")["results"]["bytes_per_parameter"]
     hashes, wrong = {run["hash"] for run in exact["runs"]}, sum(bool(run["problem"]) for run in exact["runs"])
     layouts = record("layouts")["results"]
@@ -38,6 +40,10 @@ def rows() -> list[tuple[str, str, str]]:
          f"at most {accuracy['worst']:.1e}", "python benchmarks/accuracy.py"),
         (f"SIGKILL of one of 4, loaders busy: detection, decision and reform, {total['n']} kills",
          f"median {total['median']:.0f} ms, worst {total['max']:.0f} ms", "python benchmarks/detection.py"),
+        ("one all_reduce, 10 kB to 100 MB, 2 to 8 ranks of one host: time of `tcp` over that of Gloo, median",
+         f"{backends['speed']['tcp/gloo']:.2f}", "python benchmarks/collectives.py"),
+        ("SIGKILL of one of up to 6: until the last survivor has its error, worst of 20: `tcp`, `ulfm`",
+         f"{died['tcp']['last']['max']:.0f} ms, {died['ulfm']['last']['max']:.0f} ms", "python benchmarks/collectives.py"),
         ("coordinator killed and back 2 s later: longest step meanwhile (in a run where nothing happened)",
          f"{window['lost']['max']:.0f} ms ({window['control']['max']:.0f} ms)", "python benchmarks/coordinator_loss.py"),
         ("a death among 512 (4,096) members of one coordinator: the new view at the last of them, worst of 5",

@@ -49,6 +49,7 @@ def launch(
     failure_timeout: Annotated[float, typer.Option(help="Seconds of silence after which a member is lost.")] = 5.0,
     threads_per_rank: Annotated[int, typer.Option(help="The same whatever the number of replicas.")] = 1,
     interface: Annotated[str | None, typer.Option(help="Address or interface of the data connections.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Of the sums between replicas: tcp, ulfm.")] = None,
     listen: Annotated[str, typer.Option(help="HOST:PORT of the coordinator.")] = "127.0.0.1:0",
     grace: Annotated[float, typer.Option(help="Seconds between a polite end and SIGKILL.")] = 5.0,
     run_id: Annotated[str | None, typer.Option(help="Identity of the run; by default a random one.")] = None,
@@ -84,7 +85,7 @@ def launch(
             raise ValueError(f"--below must be wait or stop, not {below!r}")
         options = Options(script=script, arguments=tuple(arguments or ()), replicas=replicas, faults=fault,
                           ranks_per_replica=ranks_per_replica, events=events, failure_timeout=failure_timeout,
-                          threads_per_rank=threads_per_rank, interface=interface, listen=listen, grace=grace,
+                          threads_per_rank=threads_per_rank, interface=interface, backend=backend, listen=listen, grace=grace,
                           token_file=token_file, restart=restart, spares=spares, min_replicas=min_replicas,
                           max_replicas=max_replicas, below="stop" if below == "stop" else "wait", join=join, replica=replica)
         options = options if run_id is None else replace(options, run_id=run_id)

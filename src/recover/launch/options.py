@@ -12,6 +12,7 @@ from typing import Literal
 
 from recover.config import Timeouts
 from recover.faults import FaultPlan
+from recover.launch.mpi import mpirun_command
 
 MAX_RANKS = 4096
 Below = Literal["wait", "stop"]
@@ -30,6 +31,7 @@ class Options:
     failure_timeout: float = 5.0
     threads_per_rank: int = 1
     interface: str | None = None
+    backend: str | None = None          # of the sums between replicas, for scripts that name none
     listen: str = "127.0.0.1:0"         # where the coordinator accepts members; port 0: any free one
     grace: float = 5.0                  # seconds between a polite end and SIGKILL
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -60,6 +62,10 @@ class Options:
         host_and_port(self.listen)
         self._check_numbers()
         self._check_join()
+        if self.backend == "ulfm":
+            if self.restart or self.join is not None or self.most > self.replicas:
+                raise ValueError("--backend ulfm has a fixed set of ranks: --restart, --max-replicas and --join need another")
+            mpirun_command(1)
 
     def _check_numbers(self) -> None:
         if self.restart < 0:
@@ -147,6 +153,8 @@ def rank_environment(options: Options, where: Where, replica: int, rank: int,
         environ["RECOVER_SPARES"] = str(options.spares)
     if options.min_replicas:
         environ |= {"RECOVER_MIN_REPLICAS": str(options.min_replicas), "RECOVER_BELOW": options.below}
+    if options.backend is not None:
+        environ["RECOVER_BACKEND"] = options.backend
     if options.interface is not None:
         environ["RECOVER_INTERFACE"] = options.interface
     return environ

@@ -47,6 +47,7 @@ from recover.faults import Done, done_path, read_done
 from recover.launch import keeper as keeping
 from recover.launch.glimpse import Glimpse
 from recover.launch.guard import FORWARDED, guard
+from recover.launch.mpi import Seats
 from recover.launch.options import Options, Where, free_ports, rank_environment
 from recover.launch.output import Output
 from recover.launch.reaper import Child, Children
@@ -83,6 +84,7 @@ class Supervisor:
         self._replicas: dict[int, Replica] = {}
         self._restarts = Restarts(options.restart)
         self._again: dict[int, float] = {}          # replica -> when it is started again
+        self._seats: Seats | None = None            # where the backend needs them
         self._signals: list[int] = []
         self._interrupted: int | None = None
         self._joined = False
@@ -104,6 +106,8 @@ class Supervisor:
     def run(self) -> int:
         """The whole launch; returns the exit code."""
         wake = self._listen_to_signals()
+        if self._options.backend == "ulfm":
+            self._seats = Seats(self._options.replicas * self._options.ranks_per_replica)
         self._log.emit(LAUNCH_START, replicas=self._options.replicas, command=self._options.command,
                        ranks_per_replica=self._options.ranks_per_replica, coordinator=self._options.listen)
         try:
@@ -120,6 +124,8 @@ class Supervisor:
         finally:
             for child in self._children.alive:
                 self._children.end(child, 0)
+            if self._seats is not None:
+                self._seats.close()
             self._log.close()
             self._output.close()
             shutil.rmtree(self._private, ignore_errors=True)
@@ -187,7 +193,8 @@ class Supervisor:
         replica.ranks, replica.starts = [], replica.starts + 1
         for position in range(options.ranks_per_replica):
             name = f"r{number}" if options.ranks_per_replica == 1 else f"r{number}.{position}"
-            child = self._children.start(name, options.command, rank_environment(options, where, number, position))
+            child = self._start_rank(name, rank_environment(options, where, number, position),
+                                     number * options.ranks_per_replica + position)
             replica.ranks.append(Rank(number, position, child, self._output.follow_child(child.process, f"[{name}] ")))
             self._log.emit(LAUNCH_RANK_START, replica=number, rank=position, pid=child.pid)
         pids = " ".join(str(rank.child.pid) for rank in replica.ranks)
@@ -197,6 +204,15 @@ class Supervisor:
     def _ranks(self) -> Iterator[Rank]:
         for replica in self._replicas.values():
             yield from replica.ranks
+
+    def _start_rank(self, name: str, environ: dict[str, str], number: int) -> Child:
+        """Start one rank, the `number`-th of the run, in its seat if it needs one."""
+        if self._seats is not None:
+            environ |= self._seats.environment(number)
+        child = self._children.start(name, self._options.command, environ)
+        if self._seats is not None:
+            self._seats.take(number, child.pid)
+        return child
 
     # -- ends
 

@@ -111,7 +111,7 @@ def processor() -> str:
 
 
 def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", policy: str | Policy = "balanced",
-         backend: str = "tcp", nonfinite: NonFinite = "raise", buffers: BufferPolicy = "leader", hash_every: int = 0,
+         backend: str | None = None, nonfinite: NonFinite = "raise", buffers: BufferPolicy = "leader", hash_every: int = 0,
          bucket_bytes: int = 25 << 20, first_bucket_bytes: int = 1 << 20, mesh: Mapping[str, int] | None = None) -> Run:
     """Join the run that this process was started for; without `recover launch`, a run of one replica by itself.
 
@@ -122,6 +122,7 @@ def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", pol
     as microbatch 0 left them ("leader"), or every microbatch's change summed ("sum") or averaged ("mean"). hash_every:
     hash parameters and optimizer state after every n steps. bucket_bytes: of one reduction. mesh: axes of a replica of
     several ranks, such as {"pp": 2, "dp_shard": 2, "tp": 2}; `run.mesh` is torch's DeviceMesh over them (recover.parallel.mesh).
+    backend: of the sums between replicas; by default RECOVER_BACKEND (`recover launch --backend`), without that "tcp".
 
     Raises ValueError for a mistake in these or in the environment. That the others ask for something else comes out as
     JoinRefused from `run.steps`, with both values.
@@ -135,6 +136,7 @@ def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", pol
     options = Options(microbatches, seed, reduction, chosen, nonfinite, buffers, hash_every, bucket_bytes, first_bucket_bytes)
     rank, ranks = (environment.rank, environment.world_size) if environment else (int(os.environ.get("RANK", "0")),
                                                                                    int(os.environ.get("WORLD_SIZE", "1")))
+    backend = backend or os.environ.get("RECOVER_BACKEND") or "tcp"
     return Run(options, environment, backend, Place.of(rank, ranks, mesh))
 
 
@@ -193,7 +195,7 @@ class Run:
             if environment.replicas > options.microbatches and environment.replica == 0:
                 warnings.warn(f"{environment.replicas} replicas share {options.microbatches} microbatches: some have nothing "
                               "to compute", stacklevel=3)
-            facts = options.facts(backend) | {"mesh": str(dict(place.axes))}
+            facts = options.facts(backend) | {"mesh": str(dict(place.axes))} | dict(self.backend.facts)
             if environment.min_replicas:
                 facts |= dict(min_replicas=environment.min_replicas, below=environment.below)
             self.member = Member(environment, self.timeouts, token, self.backend.endpoint, facts)
