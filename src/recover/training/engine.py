@@ -28,7 +28,7 @@ import msgspec
 from recover import events
 from recover.collectives.contract import Backend, Group, Work
 from recover.config import Timeouts
-from recover.errors import CoordinatorLost, Evicted, JoinRefused, PeerLost, Stopped, ViewChanged
+from recover.errors import CheckpointDamaged, CoordinatorLost, Evicted, JoinRefused, PeerLost, Stopped, ViewChanged
 from recover.faults.injector import Injector
 from recover.gradients.buckets import Entry
 from recover.gradients.layout import Learned
@@ -42,6 +42,7 @@ from recover.training import forming
 from recover.training.managed import Managed
 from recover.training.numbers import Kind, number
 from recover.training.recovery import Publisher, Recovery
+from recover.training.resuming import Resume
 from recover.training.sums import Sums, Whole
 
 log = logging.getLogger("recover.training")
@@ -75,6 +76,8 @@ class Engine:
         self.sums, self.managed = sums, managed
         self.timeouts, self.injector, self.record = timeouts, injector, record
         self.publisher = Publisher(record)
+        self.resume: Resume | None = None                   # where to begin, if not at step 0
+        self.on_fenced: Callable[[int], None] = lambda step: None
         self.group: Group | None = None
         self.works: dict[int, Work[None]] = {}              # sums of the step at hand, launched in the present view
         self.whole: set[int] = set()                        # buckets of the step at hand that are whole here
@@ -269,17 +272,33 @@ class Engine:
             self.sums.store.release()
         return self.sums.count
 
-    def form(self, request: ask.Form) -> bool:
+    def form(self, request: ask.Form) -> ask.Formed | None:
         assert self.group is not None
         model = [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
         try:
             forming.compare(self.group, self.script, model, self.timeouts.drain)
+            self.begin_after(self.resume)
             forming.take_over(self.group, self.managed.first_values(), request.root)
         except PeerLost:
-            return False
-        except ValueError as mistake:
+            return None
+        except (ValueError, CheckpointDamaged) as mistake:
             self.mistake = str(mistake)                     # for the agreement that follows: all positions raise it
-        return True
+        return ask.Formed(self.resume.start if self.resume is not None else 0, self.sums.count)
+
+    def begin_after(self, resume: Resume | None) -> None:
+        """Put back the checkpoint that the members agree on, if there is one."""
+        assert self.group is not None
+        part = None if resume is None else resume.begin(self.group, self.managed, self.sums.store, self.timeouts.drain)
+        if part is not None:
+            self.lessons, self.needs_calibration = self.sums.store.learned, False
+
+    def passes(self, step: int) -> bool:
+        """Wait for the fence of `step`, posted at its commit, ahead of time. False: not within the failure timeout."""
+        fence = self.fences.get(step)
+        try:
+            return fence is not None and fence.wait(self.timeouts.failure_timeout) is not None
+        except (PeerLost, TimeoutError):
+            return False
 
     def post_fence(self, request: ask.PostFence) -> None:
         if request.step >= 0:
@@ -348,6 +367,7 @@ class Engine:
 
     def fenced(self, request: ask.Fenced) -> None:
         self.publisher.publish(request.step)
+        self.on_fenced(request.step)
         for past in [s for s in self.fences if s < request.step]:
             del self.fences[past]
         if request.step == self.position.job.steps - 1:
@@ -408,7 +428,8 @@ class Engine:
                 raise JoinRefused("this run is under way already; joining it later is not possible in this version")
             if self.recovery is not None:
                 self.recovery.add("exchange", since)
-            self.parting = {r.step for r in reports.values() if r.step is not None} == {self.position.job.steps}
+            at = {r.step for r in reports.values() if r.step is not None}
+            self.parting = at == {self.position.job.steps} and any(r.formed for r in reports.values())
             return ask.Answer(view, reports)
 
     def await_view(self, after: tuple[int, int]) -> View:
