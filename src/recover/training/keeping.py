@@ -38,7 +38,7 @@ class Keeping:
         self._announced = False
 
     def announce(self) -> None:
-        """(A step begins.) The run's events say once that it was resumed, before its first receipt."""
+        """(A step begins, or none is left.) The run's events say once that it was resumed, before its first receipt."""
         if self._announced:
             return
         self._announced = True

@@ -473,6 +473,7 @@ class Run:
         if status == "finished":
             self.engine.publisher.publish(position.job.steps)
             if self.keeping is not None:
+                self.keeping.announce()
                 self.keeping.saver.settle()
         elif self.keeping is not None:
             self.keeping.saver.drop("the replica ended")
