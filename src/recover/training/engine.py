@@ -44,6 +44,7 @@ from recover.training.numbers import Kind, number
 from recover.training.recovery import Publisher, Recovery
 from recover.training.resuming import Resume
 from recover.training.sums import Sums, Whole
+from recover.workload import Speedometer
 
 log = logging.getLogger("recover.training")
 
@@ -51,6 +52,8 @@ REPORTS = msgspec.msgpack.Decoder(Report)
 SPEEDS = msgspec.msgpack.Decoder(Speed)
 ENCODER = msgspec.msgpack.Encoder()
 
+SMOOTHING = 0.05
+"""Of a replica's speed: about the last twenty microbatches count."""
 LEAVE = 1.0
 """Seconds that a rank of a broken replica may take to leave by itself."""
 LEFT = 75
@@ -85,6 +88,9 @@ class Engine:
         self.lessons: Learned | None = None
         self.recovery: Recovery | None = None
         self.launching: ask.Compute | None = None
+        self.speedometer = Speedometer(SMOOTHING)
+        self.warm = False                                   # past the first step here, in which everything is slower
+        self.given_out = 0                                  # microbatches that the script has in hand
         self.pipelined = False                              # the script takes its microbatches in chunks
         self.computed = 0                                   # microbatches of the step at hand, computed here
         self.recomputed = 0
@@ -113,6 +119,7 @@ class Engine:
     def advance(self) -> ask.Begin | ask.Compute | ask.Commit | None:
         """The next thing that only the script can do; None when the run is over. Raises what ends a run."""
         assert self.moves is not None
+        self.clock_in()
         while True:
             self.listen()
             try:
@@ -132,12 +139,19 @@ class Engine:
                     self.injector.at("recompute", request.step)
                 self.launching = request
                 self.sums.before_forward(request.last, self.pipelined)
-                self.since = time.monotonic()
+                self.since, self.given_out = time.monotonic(), len(request.indices)
                 return request
             if isinstance(request, ask.Commit):
                 self.commit(request)
                 return request
             self.answer = self.handlers[type(request)](request)
+
+    def clock_in(self) -> None:
+        """The script is back: what it took for its microbatches, with all that it does for one, is this replica's speed."""
+        count, self.given_out = self.given_out, 0
+        for _ in range(count if self.warm else 0):
+            self.speedometer.add((time.monotonic() - self.since) / count)
+            self.position.speed = self.speedometer.speed()
 
     def listen(self) -> None:
         """Hear from the coordinator. Raises Evicted."""
@@ -206,9 +220,6 @@ class Engine:
         self.launching = None
         self.computed += len(request.indices)
         self.recomputed += request.recomputed
-        took = time.monotonic() - self.since
-        if took > 0:
-            self.position.speed += 0.2 * (len(request.indices) / took - self.position.speed)
         if self.recovery is not None and request.recomputed:
             self.recovery.recomputed += request.recomputed
             self.recovery.add("recompute", self.since)
@@ -230,6 +241,7 @@ class Engine:
         self.committed = self.sums.commit(self.count, speaking)
         if self.place.ranks > 1:
             self.commit_alike(self.committed)
+        self.warm = True
         if self.committed.gradient.learned is not None:
             self.lessons = self.committed.gradient.learned
         self.works, self.whole = {}, set()
