@@ -18,6 +18,7 @@ def rows() -> list[tuple[str, str, str]]:
     exact, detection, accuracy = record("exactness"), record("detection")["results"], record("accuracy")["results"]
     coordinator, memory = record("coordinator_loss")["results"], record("memory")["results"]["bytes_per_parameter"]
     hashes, wrong = {run["hash"] for run in exact["runs"]}, sum(bool(run["problem"]) for run in exact["runs"])
+    everything, speed = record("checkpoint")["results"], record("speed")["results"]
     total, window = detection["total_ms"], coordinator["window_ms"]
     return [
         (f"`exact`: hash of weights and optimizer state after {exact['steps']} steps, {len(exact['runs'])} runs: 1 to 5 "
@@ -30,6 +31,11 @@ def rows() -> list[tuple[str, str, str]]:
          f"median {total['median']:.0f} ms, worst {total['max']:.0f} ms", "python benchmarks/detection.py"),
         ("coordinator killed and back 2 s later: longest step meanwhile (in a run where nothing happened)",
          f"{window['lost']['max']:.0f} ms ({window['control']['max']:.0f} ms)", "python benchmarks/coordinator_loss.py"),
+        (f"everything killed {len(everything['rows'])} times, resumed with 1 to 4 replicas: hash at the end is the undisturbed "
+         f"run's, most steps lost (checkpoint every {record('checkpoint')['settings']['every']})",
+         f"{'yes' if everything['end']['equal'] else 'NO'}, {everything['lost']}", "python benchmarks/checkpoint.py"),
+        ("policy `speed`, one of 4 replicas at half speed: step time over the ideal (`balanced`)",
+         f"{speed['speed']['ratio']:.2f} ({speed['balanced']['ratio']:.2f})", "python benchmarks/speed.py"),
         ("gradient state, bytes per float32 parameter: `fast`, `exact` (DDP with bucket views)",
          f"{memory['fast, float32']['resident']:.0f}, {memory['exact, float32']['resident']:.0f} "
          f"({memory['DDP, bucket views, float32']['resident']:.0f})", "python benchmarks/memory.py"),

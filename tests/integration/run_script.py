@@ -25,11 +25,12 @@ DEFAULTS: dict[str, Any] = dict(
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
     unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None,
-    checkpoint=None, save=())
+    checkpoint=None, save=(), drag=0.0)
 """spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
 microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
 "buckets"}: see `forgetful`. dies: "form" (see `dies_forming`). order, width: make a model that does not fit the others'.
-compile: torch.compile's arguments. checkpoint: arguments of recover.Checkpoints. save: steps in which to call run.save()."""
+compile: torch.compile's arguments. checkpoint: arguments of recover.Checkpoints. save: steps in which to call run.save().
+drag: seconds after each microbatch."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -201,6 +202,7 @@ def train(script: Script) -> None:
                         step.add("thirds", loss.detach())
                 step.backward(loss, weight=weight)
                 zero(setup, "inside")
+                time.sleep(setup.s["drag"])
             if setup.s["reference"] and not step.skipped:
                 script.say("error", step=step.index, relative=setup.reference_error(run, step))
             if setup.s["late"] and step.index == setup.s["steps"] - 1:

@@ -31,7 +31,7 @@ class Keeping:
         self.run, self.engine, self.wanted = run, engine, wanted
         mine = facts(run.options, dict(run.place.axes), run.data_sets)
         notes = {key: value for key, value in run.options.facts(run.backend_name).items() if key not in mine}
-        self.resume = engine.resume = Resume(wanted, run.place.rank, mine, run.inner, steps)
+        self.resume = engine.resume = Resume(wanted, run.place.rank, mine, notes, run.inner, steps=steps)
         author = Author(run.replica, run.place.rank, run.place.ranks, self.resume.nonce, run.run_id, mine, notes)
         self.saver = Saver(wanted, author, run.inner, run.record, last=steps, patience=run.timeouts.coordinator)
         engine.on_fenced = self.saver.fenced

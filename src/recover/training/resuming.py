@@ -48,7 +48,9 @@ class Resume:
     Raises ValueError (another run's checkpoint), CheckpointDamaged.
     """
 
-    def __init__(self, wanted: Checkpoints, position: int, facts: Mapping[str, Any], inner: Agreement, steps: int) -> None:
+    def __init__(self, wanted: Checkpoints, position: int, facts: Mapping[str, Any], notes: Mapping[str, Any], inner: Agreement,
+                 *, steps: int) -> None:
+        self.notes = notes
         self.directory, self.position, self.steps = Path(wanted.directory), position, steps
         self.start, self.attempt, self.hash = 0, "", ""
         readable: list[tuple[int, str]] = []
@@ -72,6 +74,14 @@ class Resume:
         for text in problems:
             log.warning("%s; an older checkpoint is taken", text)
 
+    def compare_notes(self, path: Path) -> None:
+        """What may differ, but gives other bits or other work: said, not refused."""
+        kept = checkpoint.read_manifest(path)[0].notes
+        differs = [key for key in self.notes if kept.get(key) != self.notes[key]]
+        if differs:
+            log.warning("unlike when %s was written: %s", path, "; ".join(
+                f"{key} was {kept.get(key)!r}, is {self.notes[key]!r}" for key in differs))
+
     def begin(self, group: Group, managed: Managed, store: GradientStore, timeout: float) -> Part | None:
         """Agree with the other members where to begin, and put that state back; None: at step 0.
 
@@ -93,6 +103,7 @@ class Resume:
         if chosen is not None:
             path = self.directory / f"step-{self.start:08d}"
             part = checkpoint.load(path, self.position)
+            self.compare_notes(path)
             put_back(managed, store, part, path)
             self.hash = str(part.more["hash"])
             log.info("going on from %s", path)
