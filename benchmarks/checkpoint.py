@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,14 @@ from recover.report.audit import audit  # noqa: E402
 from recover.training.checkpoint import Checkpoints, found, load  # noqa: E402
 from recover.training.managed import Managed  # noqa: E402
 from recover.training.resuming import taken  # noqa: E402
-from recover.training.saving import Author, Saver  # noqa: E402
+from recover.training.saving import Author, Saver, Training  # noqa: E402
 
 SCRIPT, EVERY = "run_script:train", 5
 BAR = ("after each of the kills the run goes on from the newest checkpoint; at most one interval and what was done while one was "
        "written is lost; the hash at the end is that of the undisturbed run; the audit is clean")
+
+
+ALONE = Training(lambda kind, value: [value], lambda what, seconds: nullcontext())
 
 
 def newest(kept: Path) -> int:
@@ -119,7 +123,7 @@ def cost(megabytes: int, directory: Path, times: int = 5) -> dict[str, Any]:
             return {"learned": None, "exponents": []}
 
     record_of = events.EventLog(directory / "cost", "cost", 0, 0)
-    saver = Saver(Checkpoints(directory / "costs", every=1, keep=1), Author(0, 0, 1, "n", "cost", {}, {}), NoOne(), record_of,
+    saver = Saver(Checkpoints(directory / "costs", every=1, keep=1), Author(0, 0, 1, "n", "cost", {}, {}), ALONE, record_of,
                   last=1 << 30, patience=300.0)
     for n in range(times):
         saver.between(n + 1, (0,), lambda: taken(managed, Store(), None, ""))    # type: ignore[arg-type]
@@ -130,17 +134,6 @@ def cost(megabytes: int, directory: Path, times: int = 5) -> dict[str, Any]:
     size = lines[-1]["bytes"] / 1e6
     return dict(megabytes=round(size, 1), copy_ms=rounded(summary([1000 * line["copy"] for line in lines])),
                 write_ms=rounded(summary([1000 * line["write"] for line in lines])))
-
-
-class NoOne:
-    def agree(self, kind: str, value: Any) -> list[Any]:
-        return [value]
-
-    def revoke(self) -> None:
-        pass
-
-    def close(self, patience: float) -> None:
-        pass
 
 
 def main() -> int:

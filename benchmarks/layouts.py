@@ -54,11 +54,11 @@ def plans(layout: str, position: int) -> Iterator[tuple[str, int, list[Fault], d
         if place != "backward:0" or layout == "fsdp":   # a pipeline's schedule calls backward itself: see INSIDE, "flush"
             yield place, 2, [kill(1, position, MIDDLE, place)], {}
     for place in RECOVERY:                              # replica 0 dies first; 1 dies in the recovery from that, 2 is left
-        victim, other = 1, {}
+        other = {}
         if place == "forward":                          # what replica 2 lost is forwarded by the lowest that has it
             other = {2: {"settings": {"forget": {"step": MIDDLE, "buckets": [0]}}}}
-        yield place, 3, [kill(0, 0, MIDDLE, "reduce:1" if place == "forward" else "compute:1"),
-                         kill(victim, position, MIDDLE, place)], other
+        first = kill(0, position, MIDDLE, "reduce:2") if place == "forward" else kill(0, 0, MIDDLE, "compute:1")
+        yield place, 3, [first, kill(1, position, MIDDLE, place)], other
 
 
 def checked(directory: Path, layout: str, replicas: int, reference: Result | None, **options: Any) -> tuple[Result | None, str]:

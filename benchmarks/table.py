@@ -19,12 +19,21 @@ def rows() -> list[tuple[str, str, str]]:
     coordinator, memory = record("coordinator_loss")["results"], record("memory")["results"]["bytes_per_parameter"]
     hashes, wrong = {run["hash"] for run in exact["runs"]}, sum(bool(run["problem"]) for run in exact["runs"])
     everything, speed = record("checkpoint")["results"], record("speed")["results"]
+    layouts = record("layouts")["results"]
+    killed = [row for part in ("exact", "inside") for row in layouts[part]]
     total, window = detection["total_ms"], coordinator["window_ms"]
     return [
         (f"`exact`: hash of weights and optimizer state after {exact['steps']} steps, {len(exact['runs'])} runs: 1 to 5 "
          "replicas, a kill at every place, pairs of kills", f"{len(hashes)} hash", "python benchmarks/exactness.py"),
         ("of those runs: a survivor computed something twice, threw something away, or the audit found fault", str(wrong),
          "python benchmarks/exactness.py"),
+        (f"the same in replicas of several ranks (FSDP2, pipeline x TP, pipeline x FSDP2): {len(killed)} runs, a kill of every "
+         "position at every place", f"{sum(not row['problem'] for row in killed)} equal the failure-free run of their layout",
+         "python benchmarks/layouts.py"),
+        ("their gradients (`fast`) against one process that computes everything, kills included: relative error",
+         f"at most {max(row['worst'] for row in layouts['gradients']):.1e}", "python benchmarks/layouts.py"),
+        ("a rank dies: the last rank of its replica is gone after",
+         f"at most {max(row['seconds'] for row in layouts['leaving']):.1f} s", "python benchmarks/layouts.py"),
         ("`fast`: error of a step's gradient against the float64 sum, steps with kills included",
          f"at most {accuracy['worst']:.1e}", "python benchmarks/accuracy.py"),
         (f"SIGKILL of one of 4, loaders busy: detection, decision and reform, {total['n']} kills",

@@ -33,6 +33,26 @@ class Timeouts:
         return self.failure_timeout * 0.8
 
     @property
+    def compute(self) -> float:
+        """At least so long a microbatch may take, before a member that others wait for counts as hung."""
+        return self.failure_timeout
+
+    @property
+    def script(self) -> float:
+        """At least so long the script may take between two steps: the update, a checkpoint, an evaluation of its own."""
+        return self.failure_timeout * 10
+
+    @property
+    def native(self) -> float:
+        """At least so long a native call may hold the interpreter lock: the process lives, its heartbeats are missing."""
+        return self.failure_timeout * 6
+
+    @property
+    def pause(self) -> float:
+        """For what happens the first time (compilation) and for `run.pause` without a limit of its own."""
+        return max(600.0, 120 * self.failure_timeout)
+
+    @property
     def connect(self) -> float:
         """For connecting to a member of a new view, handshake included."""
         return self.failure_timeout

@@ -10,8 +10,9 @@ run recovers from them by itself::
     |-- CoordinatorLost     inside   the connection to the coordinator broke; it is being renewed
     |-- WireError           inside   a peer or a stranger sent what no member would send; its connection is dropped
     |-- JoinRefused                  the coordinator did not let this rank in, and says why
-    |-- ReplicaBroken                a rank of this replica died: the others leave with it
-    |-- Evicted                      the others went on without this replica
+    |-- LeftRun                      this rank is no part of the run any more
+    |   |-- ReplicaBroken            a rank of this replica died: the others leave with it
+    |   `-- Evicted                  the others went on without this replica
     |-- Stopped                      the run ended without finishing (nobody level is left, the launcher said so, ...)
     |-- NotFinite                    NaN or inf in a gradient: step, microbatch and parameter
     |-- LateGradient                 a gradient arrived after its bucket had left
@@ -19,8 +20,16 @@ run recovers from them by itself::
     |-- Diverged                     replicas that must be equal are not (invariant I5)
     |-- CheckpointDamaged            no checkpoint of the directory can be read, and why
     `-- FaultMissed                  a planned fault did not happen
+
+`ReplicaBroken` and `Evicted` are `SystemExit`s too: a script that does not catch them ends with exit code `LEFT`, which tells
+launchers "left the run, and may be started again" from a failure.
 """
 from __future__ import annotations
+
+from typing import Final
+
+LEFT: Final = 75
+"""Exit code of a rank that left the run or was evicted: EX_TEMPFAIL."""
 
 
 class RecoverError(Exception):
@@ -28,12 +37,16 @@ class RecoverError(Exception):
 
 
 class PeerLost(RecoverError):
-    """A collective ended without a result; `peer` is the member to blame where that is known."""
+    """A collective ended without a result; `peer` is the member to blame where that is known.
 
-    def __init__(self, reason: str, peer: int | None = None) -> None:
+    `unheard`: members that this rank itself could not reach, or did not hear, over their data connections.
+    """
+
+    def __init__(self, reason: str, peer: int | None = None, unheard: tuple[int, ...] = ()) -> None:
         super().__init__(reason if peer is None else f"peer {peer}: {reason}")
         self.reason = reason
         self.peer = peer
+        self.unheard = unheard
 
 
 class ViewChanged(RecoverError):
@@ -52,11 +65,19 @@ class JoinRefused(RecoverError):
     """The coordinator did not let this rank in."""
 
 
-class ReplicaBroken(RecoverError):
+class LeftRun(RecoverError, SystemExit):
+    """This rank is no part of the run any more. Not caught, it ends the process with `LEFT`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.code = LEFT
+
+
+class ReplicaBroken(LeftRun):
     """A rank of this replica died: the others leave with it."""
 
 
-class Evicted(RecoverError):
+class Evicted(LeftRun):
     """The others went on without this replica."""
 
 

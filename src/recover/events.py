@@ -42,7 +42,7 @@ MAX_LINE: Final = 16 << 20
 """Readers give up on longer lines (bytes)."""
 
 Severity = Literal["DEBUG", "INFO", "WARN", "ERROR"]
-Cause = Literal["eof", "heartbeat", "exit", "signal", "stall", "leave"]
+Cause = Literal["eof", "heartbeat", "hung", "cut", "exit", "signal", "stall", "leave"]
 View = tuple[int, int]
 
 RUN_START: Final = "recover.run.start"

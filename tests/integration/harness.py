@@ -275,6 +275,9 @@ class Cluster:
     """A coordinator and the ranks of one run. `per_replica`: settings, environment or script of single replicas."""
 
     positions = 1                                       # ranks of a replica
+    host = "127.0.0.1"                                  # where the coordinator listens ...
+    inside: tuple[str, ...] = ()                        # ... and the command that runs it there
+    options: tuple[str, ...] = ()                       # further ones of the coordinator
 
     def __init__(self, directory: Path, script: str, replicas: int, *, plan: Iterable[Fault] = (),
                  settings: dict[str, Any] | None = None, failure_timeout: float = 5.0,
@@ -300,11 +303,11 @@ class Cluster:
     def start_coordinator(self) -> None:
         self.incarnation += 1
         port_file = self.directory / f"port{self.incarnation}"
-        command = [sys.executable, "-m", "recover.membership.coordinator", "--listen", f"127.0.0.1:{self.port}",
+        command = [*self.inside, sys.executable, "-m", "recover.membership.coordinator", "--listen", f"{self.host}:{self.port}",
                    "--token-file", str(self.directory / "token"), "--run-id", RUN, "--replicas", str(self.replicas),
                    "--ranks-per-replica", str(self.positions),
                    "--failure-timeout", str(self.failure_timeout), "--incarnation", str(self.incarnation), "--events",
-                   str(self.events), "--port-file", str(port_file)]
+                   str(self.events), "--port-file", str(port_file), *self.options]
         with (self.directory / "coordinator.txt").open("ab") as output:
             self.coordinator = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, stdout=output,
                                                 stderr=output, preexec_fn=die_with_parent)
@@ -312,6 +315,11 @@ class Cluster:
         self.server.until(lambda: port_file.exists() or started.poll() is not None, "the coordinator is up", 20)
         assert started.poll() is None, self._text("coordinator.txt")
         self.port = int(port_file.read_text())
+
+    @property
+    def addresses(self) -> str:
+        """Where ranks look for a coordinator."""
+        return f"{self.host}:{self.port}"
 
     def kill_coordinator(self) -> None:
         assert self.coordinator is not None
@@ -321,7 +329,7 @@ class Cluster:
     def start_rank(self, replica: int) -> None:
         own = self.per_replica.get(replica, {})
         environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "RECOVER_REPLICA": str(replica),
-                   "RECOVER_COORDINATOR": f"127.0.0.1:{self.port}", "RECOVER_REPLICAS": str(self.replicas),
+                   "RECOVER_COORDINATOR": self.addresses, "RECOVER_REPLICAS": str(self.replicas),
                    "RECOVER_TOKEN_FILE": str(self.directory / "token"), "RECOVER_RUN_ID": RUN,
                    "RECOVER_EVENTS": str(self.events), "RECOVER_FAILURE_TIMEOUT": str(self.failure_timeout),
                    "RECOVER_INTERFACE": "127.0.0.1"}
@@ -435,12 +443,13 @@ class Result:
 
 
 @contextlib.contextmanager
-def cluster(directory: Path | None, script: str, replicas: int, **options: Any) -> Iterator[Cluster]:
+def cluster(directory: Path | None, script: str, replicas: int, kind: type[Cluster] = Cluster,
+            **options: Any) -> Iterator[Any]:
     """A started cluster, with nothing left behind at the end."""
     with contextlib.ExitStack() as stack:
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        made = Cluster(Path(tempfile.mkdtemp(dir=directory)), script, replicas, **options)
+        made = kind(Path(tempfile.mkdtemp(dir=directory)), script, replicas, **options)
         stack.callback(made.close)
         yield made.start()
 

@@ -265,6 +265,33 @@ def test_a_coordinator_that_never_comes_is_waited_for_in_vain_only_so_long() -> 
         member.close()
 
 
+def test_a_name_that_does_not_resolve_yet_is_waited_for_and_later_resolved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First nobody knows the name, then it is one address, then another: as where a service is moved."""
+    resolve, asked, where = socket.getaddrinfo, [0], [""]
+
+    def lookup(host: str, *arguments: object, **options: object) -> object:
+        if host != "coordinator.test":
+            return resolve(host, *arguments, **options)                                         # type: ignore[arg-type]
+        asked[0] += 1
+        if not where[0]:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(where[0], *arguments, **options)                                         # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    first = Host(1)
+    member = make(f"coordinator.test:{first.port}", 0)
+    member.start()
+    until(lambda: asked[0] >= 3, "it asks again")
+    where[0] = "127.0.0.1"
+    assert member.wait_view(NO_VIEW, SOON).id == (0, 1)
+    second = Host(1, incarnation=1, port=first.port, host="127.0.0.2")
+    where[0] = "127.0.0.2"
+    first.close()
+    until(lambda: member.connected and second.registrar.core.view.members == (0,), "it found the second")
+    member.close()
+    second.close()
+
+
 # -- strangers ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1000, os.urandom(4096), MAGIC + bytes(100)],
                          ids=["http", "zeros", "noise", "too much"])

@@ -77,10 +77,10 @@ def test_pipelines_a_kill(tmp_path, reference, layout, victim, place):
 
 def dies_in_recovery(folder, layout, position, place):
     """Replica 0 dies first; a rank of 1 in the recovery from that; 2 is left."""
-    first = "reduce:1" if place == "forward" else "compute:1"
+    first = kill(0, position, 2, "reduce:2") if place == "forward" else kill(0, 0, 2, "compute:1")
     forgets = {2: {"settings": {"forget": {"step": 2, "buckets": [0]}}}} if place == "forward" else {}
-    return run(folder, 3, SIZES[layout][1], plan=[kill(0, 0, 2, first), kill(1, position, 2, place)],
-               settings={"layout": layout}, per_replica=forgets)[0]
+    return run(folder, 3, SIZES[layout][1], plan=[first, kill(1, position, 2, place)], settings={"layout": layout},
+               per_replica=forgets)[0]
 
 
 @pytest.mark.parametrize(("layout", "position", "place"), [

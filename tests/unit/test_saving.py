@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from recover import events
 from recover.parallel.inner import Alone
 from recover.training.checkpoint import Checkpoints, Draft, Part, found, load
-from recover.training.saving import Author, Rhythm, Saver, turn
+from recover.training.saving import Author, Rhythm, Saver, Training, turn
 from recover.training.state import Flat
 
 PATIENCE = 20.0
@@ -42,7 +43,8 @@ class Between:
 
 def saver(directory, position=0, ranks=1, inner=None, replica=0, last=100, **wanted):
     author = Author(replica, position, ranks, "nonce", "run", {"seed": 0}, {})
-    return Saver(Checkpoints(directory, **{"every": 2, **wanted}), author, inner or Alone(), Said(), last=last, patience=PATIENCE)
+    training = Training((inner or Alone()).agree, lambda what, seconds: nullcontext())
+    return Saver(Checkpoints(directory, **{"every": 2, **wanted}), author, training, Said(), last=last, patience=PATIENCE)
 
 
 def state(value=1.0):

@@ -80,10 +80,17 @@ class Engine:
         with self._lock:
             if self.lost is not None:
                 return
+            if not ours:
+                loss.unheard = loss.unheard or self._unheard()
             self.lost, self._ours = loss, ours
             settled = [(operation.work, operation.work.settle(None, loss)) for operation in self._pending]
         self.formed.set()
         self.loop.call(partial(self._end, settled))
+
+    def _unheard(self) -> tuple[int, ...]:
+        """Peers whose signs of life are missing, whoever it was that noticed first."""
+        return tuple(link.peer for link in list(self._links.values())
+                     if self.loop.clock - link.heard > self._timeouts.silence / 2)
 
     def sever(self) -> None:
         """Shut the sockets down; all that follows is what follows when a network breaks."""

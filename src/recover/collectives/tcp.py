@@ -137,7 +137,7 @@ class TcpBackend(Backend):
         self._entered: ViewId = NO_VIEW                 # ... and this one was entered last
         self._position = -1
         self._parked: dict[tuple[ViewId, int, int], tuple[Hello, socket.socket]] = {}
-        self._dials: list[Dial] = []
+        self._dials: dict[int, Dial] = {}               # by peer
         self._closed = False
         self._loop = Loop(f"recover-tcp-{self.endpoint.port}", timeouts.heartbeat / 2)
         door = Door(self._loop, self._listener, timeouts.handshake,
@@ -160,11 +160,12 @@ class TcpBackend(Backend):
         self._loop.call(partial(self._begin, engine, position, where))
         if not engine.formed.wait(timeout):
             missing = sorted(engine.waiting)
+            unheard = tuple(peer for peer in missing if peer in self._dials and not self._dials[peer].reached)
             engine.fail(PeerLost(f"members {missing} did not enter view {view.id} within {timeout:.2f} s",
-                                 missing[0] if len(missing) == 1 else None))
+                                 missing[0] if len(missing) == 1 else None, unheard))
         self._loop.call(self._hang_up)
         if engine.lost is not None:
-            raise PeerLost(engine.lost.reason, engine.lost.peer)
+            raise PeerLost(engine.lost.reason, engine.lost.peer, engine.lost.unheard)
         return TcpGroup(engine, self._scratch)
 
     def abandon(self, newest: ViewId) -> None:
@@ -216,19 +217,20 @@ class TcpBackend(Backend):
 
         def failed(reason: str) -> None:
             if peer in engine.waiting:
-                engine.fail(PeerLost(reason, peer))
+                dial = self._dials.get(peer)
+                engine.fail(PeerLost(reason, peer, () if dial is None or dial.reached else (peer,)))
 
         try:
             dial = Dial(self._loop, address, talk, lambda hello, sock: engine.adopt(peer, sock), failed)
         except OSError as error:                        # no descriptor left, say
             failed(f"can't be called: {error.strerror or error}")
         else:
-            self._dials.append(dial)
+            self._dials[peer] = dial
 
     def _hang_up(self) -> None:
         """Forming is over: what is not connected won't be."""
-        dials, self._dials = self._dials, []
-        for dial in dials:
+        dials, self._dials = self._dials, {}
+        for dial in dials.values():
             dial.abort()
 
     def _check(self, hello: Hello) -> None:

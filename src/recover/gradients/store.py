@@ -395,6 +395,8 @@ class GradientStore:
         self._errors.append(RuntimeError(reason))
 
     def _detach(self) -> None:
+        if self._pass is not None:
+            self._pass.entry.on_boundary = None         # a cycle: the pass holds buckets, whose memory must go with them
         self._pass = None
         self.clear()
 

@@ -26,11 +26,13 @@ from typing import Any
 from recover.config import Environment, Timeouts
 from recover.errors import CoordinatorLost, Evicted, JoinRefused, RecoverError, Stopped, ViewChanged, WireError
 from recover.membership import wire
+from recover.membership.activity import Activity
 from recover.membership.address import parse_addresses
 from recover.membership.handshake import Caller
 from recover.membership.keeper import Keeper
 from recover.membership.lifeline import Lifelines
 from recover.membership.link import Link
+from recover.membership.pulse import Pulse
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import NO_VIEW, Endpoint, Pending, View, ViewId
 
@@ -71,8 +73,10 @@ class Member:
         self._check_identity()
         self._keeper = Keeper(self, parse_addresses(environment.coordinator), timeouts,
                               lambda: Caller(token, environment.run_id))
-        self._lifelines = Lifelines(parse_addresses(environment.coordinator), timeouts, lambda: Caller(token, environment.run_id),
-                                    wire.Lifeline(self.replica, self.rank, self._identity.life))
+        self.activity = Activity(timeouts)
+        beside = (self._linked_to, timeouts, lambda: Caller(token, environment.run_id))
+        me = self.replica, self.rank, self._identity.life
+        self._lifelines, self._pulse = Lifelines(*beside, wire.Lifeline(*me)), Pulse(*beside, wire.Pulse(*me))
         self._news = threading.Condition()
         self._call: _Call | None = None
         self._stats: wire.Stats | None = None
@@ -94,6 +98,10 @@ class Member:
         """Begin to connect and to join; returns at once."""
         self._keeper.start()
         self._lifelines.start()
+
+    def vouch(self) -> None:
+        """From now on let a process beside this one say that it runs, also while its interpreter is busy."""
+        self._pulse.start()
 
     @property
     def connected(self) -> bool:
@@ -144,12 +152,15 @@ class Member:
                 raise CoordinatorLost("the connection to the coordinator broke during an exchange")
             self._wait(deadline, f"the exchange of view {call.view} was not complete in time")
 
-    def suspect(self, view: ViewId, reason: str, peer: int | None = None) -> None:
-        """Tell the coordinator that a collective of `view` failed here; returns at once, and is not forgotten."""
+    def suspect(self, view: ViewId, reason: str, peer: int | None = None, unheard: tuple[int, ...] = ()) -> None:
+        """Tell the coordinator that a collective of `view` failed here; returns at once, and is not forgotten.
+
+        `peer`: to blame, where that is known; `unheard`: whom this rank itself does not reach over data connections.
+        """
         with self._news:
             if self._suspicion is not None and self._suspicion.view >= view:
                 return                                  # said already
-            self._suspicion = wire.Suspect(view, reason[:1000], peer)
+            self._suspicion = wire.Suspect(view, reason[:1000], peer, unheard)
         self._keeper.post(self._send_suspicion)
 
     def entered(self, view: ViewId) -> None:
@@ -179,6 +190,7 @@ class Member:
         with self._news:
             self._closing = True
             self._news.notify_all()
+        self._pulse.close()
         self._keeper.join()
         self._lifelines.close()
 
@@ -214,6 +226,12 @@ class Member:
     def over(self) -> bool:
         """No connection is needed any more."""
         return self._closing or self._gone or self.evicted or self.failure is not None
+
+    def _linked_to(self) -> tuple[str, int] | None:
+        return self._keeper.address if self.connected else None
+
+    def sign(self) -> wire.Heartbeat:
+        return wire.Heartbeat(self.activity.beat())
 
     def opening(self) -> wire.Message:
         """Join, or announce the newest view known; while we suspect it, it isn't confirmed."""

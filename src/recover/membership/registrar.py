@@ -25,10 +25,12 @@ and carries out what it puts into its outbox.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from recover import events
 from recover.membership import wire
 from recover.membership.seats import Connection, Replica, Seat, difference, missing
+from recover.membership.standby import may_begin
 from recover.protocol.coordinator import Announcement, Answered, Coordinator, Pushed, PushedPending
 from recover.protocol.messages import NO_VIEW, Endpoint, View, ViewId
 
@@ -50,8 +52,13 @@ class Registrar:
         self.replicas: dict[int, Replica] = {}
         self.where: dict[Connection, tuple[int, int]] = {}
         self.lifelines: dict[Connection, wire.Lifeline] = {}
+        self.pulses: dict[Connection, wire.Pulse] = {}
         self.asked: dict[int, Connection] = {}          # whose exchange of the present view is unanswered
         self.departed: set[Endpoint] = set()            # ranks lost while the view is being rebuilt
+        self.base: set[int] = set()                     # members of the last view whose exchange was completed, if not dead
+        self.vanished: dict[int, int] = {}              # (quorum) rank of each that ended after silence, not lost yet
+        self.doubtful: set[int] = set()                 # (quorum) silent, but not lost: too few would be left
+        self.quorum = False                             # another coordinator may take over: see `standby.py`
         self.settled = False                            # there is a view
 
     @property
@@ -151,6 +158,7 @@ class Registrar:
         if old and old.connection is not connection:
             self.forget(old.connection)
         replica.seats[identity.rank] = seat
+        self.vanished.pop(identity.replica, None)
         self.where[connection] = identity.replica, identity.rank
         self.departed.discard(identity.endpoint)
         connection.send(wire.Welcome(self.core.incarnation))
@@ -222,10 +230,16 @@ class Registrar:
         if newest and all(self.departed.intersection(newest.endpoints[m]) for m in self.core.silent()):
             self.core.rebuild()
 
-    def grace_over(self) -> None:
-        """Members had their time to announce themselves."""
+    def grace_over(self) -> bool:
+        """Members had their time to announce themselves. False: they are too few to go on."""
+        newest = self.core.newest()
+        if self.quorum and newest is not None:
+            dead = [m for m in newest.members if self.departed.intersection(newest.endpoints[m])]
+            if not may_begin(set(newest.members) - self.core.silent(), newest.members, dead):
+                return False
         self.core.rebuild()
         self.deliver()
+        return True
 
     def rebuilt(self) -> None:
         """There is a view (again): turn out whoever has seen one but is not in it, and let joiners in."""
@@ -242,6 +256,8 @@ class Registrar:
     # -- going ------------------------------------------------------------------------------------------------------
     def gone(self, connection: Connection, cause: events.Cause, evidence: str) -> None:
         """A connection ended, fell silent or does not take what it is sent."""
+        if self.pulses.pop(connection, None) is not None:
+            return                                      # a helper ended: that proves nothing
         lifeline = self.lifelines.pop(connection, None)
         if lifeline is not None:
             if evidence == CLOSED:                      # anything else may be the network
@@ -258,6 +274,10 @@ class Registrar:
             if not replica.seats:
                 del self.replicas[member]
             return
+        if member in self.doubtful:                     # it may have gone on elsewhere before it ended
+            del self.where[connection]
+            self.vanished[member] = rank
+            return
         self.lose(member, rank, cause, evidence)
 
     def lifeline(self, connection: Connection, message: wire.Lifeline) -> None:
@@ -272,11 +292,13 @@ class Registrar:
             self.gone(seat.connection, "eof", "its lifeline ended")
 
     def release(self, replica: Replica) -> None:
-        """Its lifelines are not wanted any more."""
+        """Its lifelines and pulses are not wanted any more."""
         lives = {seat.identity.life for seat in replica.seats.values()}
-        for connection in [c for c, lifeline in self.lifelines.items() if lifeline.life in lives]:
-            del self.lifelines[connection]
-            connection.end()
+        beside: tuple[dict[Connection, Any], ...] = self.lifelines, self.pulses
+        for table in beside:
+            for connection in [c for c, said in table.items() if said.life in lives]:
+                del table[connection]
+                connection.end()
 
     def lose(self, member: int, rank: int, cause: events.Cause, evidence: str) -> None:
         replica, view = self.replicas[member], self.core.view
@@ -287,6 +309,8 @@ class Registrar:
         if inside or replica.known:
             self.sink.emit(events.REPLICA_LOST, severity="INFO" if planned else "WARN", view=view.id, lost=member,
                            cause=cause, noticed_by="coordinator", evidence=evidence, position=rank)
+        if cause != "heartbeat":
+            self.base.discard(member)
         if self.holding:
             self.departed.add(replica.seats[rank].identity.endpoint)
         self.dismiss(member, f"rank {rank} of this replica was lost ({cause}: {evidence})", seen=inside)
@@ -303,6 +327,7 @@ class Registrar:
     def dismiss(self, member: int, reason: str, seen: bool = False) -> None:
         """A whole replica is out: end its connections. `seen`: it has seen a view."""
         replica = self.replicas.pop(member)
+        self.vanished.pop(member, None)
         self.asked.pop(member, None)
         self.release(replica)
         self.core.lost(member)
@@ -403,6 +428,7 @@ class Registrar:
 
     def answer(self, output: Answered) -> None:
         """To whoever asked; who asks again (its connection broke) is answered again."""
+        self.base = set(self.core.view.members)
         frames = b"".join(wire.encode(wire.Part(output.view, m, payload)) for m, payload in output.payloads.items())
         asked, self.asked = self.asked, {}
         for connection in asked.values():

@@ -58,9 +58,23 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     facts: Facts
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the training thread is at, for how long, and how long that may last (seconds); see `activity.py`.
+
+    Not `owes`: it waits for others.
+    """
+
+    phase: Name
+    owes: bool
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    limit: Annotated[float, msgspec.Meta(ge=0)]
+
+
 # -- either way -----------------------------------------------------------------------------------------------------
 class Heartbeat(Message, frozen=True):
-    """A sign of life, and the answer to one."""
+    """A sign of life, and the answer to one. From a rank that has begun to train: with what it is at."""
+
+    progress: Progress | None = None
 
 
 # -- from a rank ----------------------------------------------------------------------------------------------------
@@ -85,11 +99,15 @@ class Exchange(Message, frozen=True):
 
 
 class Suspect(Message, frozen=True):
-    """A collective of `view` failed here; `peer` is the member to blame where that is known."""
+    """A collective of `view` failed here; `peer` is the member to blame where that is known.
+
+    `unheard`: members that this rank itself does not reach or hear over their data connections.
+    """
 
     view: ViewId
     reason: Text
     peer: int | None
+    unheard: Annotated[tuple[Replica, ...], msgspec.Meta(max_length=MAX_REPLICAS)] = ()
 
 
 class Entered(Message, frozen=True):
@@ -106,8 +124,22 @@ class Leave(Message, frozen=True):
     """This replica goes, as agreed with the others."""
 
 
+class Moved(Message, frozen=True):
+    """This rank was welcomed by another coordinator, of that incarnation: the one that hears this acts no more."""
+
+    incarnation: int
+
+
 class Lifeline(Message, frozen=True):
     """This connection says nothing more; it ends with that life of the rank's process (see `lifeline.py`)."""
+
+    replica: Replica
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+    life: Name
+
+
+class Pulse(Message, frozen=True):
+    """That life of the rank's process runs, whatever its interpreter does; said again and again (see `pulse.py`)."""
 
     replica: Replica
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
@@ -126,10 +158,11 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The rank is not let in. Not `final`: what stands in its way may go away by itself."""
+    """The rank is not let in. Not `final`: what stands in its way may go away by itself. `standby`: another acts."""
 
     reason: Text
     final: bool
+    standby: bool = False
 
 
 class NewView(Message, frozen=True):
@@ -160,7 +193,7 @@ class Dropped(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """Messages by type since the coordinator started, its memory (bytes), and who is in."""
+    """Messages by type since the coordinator started, its memory (bytes), and who is in. Not `acting`: it stands by."""
 
     received: dict[str, int]
     sent: dict[str, int]
@@ -170,9 +203,10 @@ class Stats(Message, frozen=True):
     members: tuple[int, ...]
     missing: tuple[str, ...]
     seconds: float
+    acting: bool = True
 
 
-FromRank = Heartbeat | Join | Announce | Exchange | Suspect | Entered | Finish | Leave | StatsRequest | Lifeline
+FromRank = Heartbeat | Join | Announce | Exchange | Suspect | Entered | Finish | Leave | StatsRequest | Lifeline | Pulse | Moved
 FromCoordinator = Heartbeat | Welcome | Refused | NewView | NewPending | Part | Dropped | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -28,7 +28,7 @@ import msgspec
 from recover import events
 from recover.collectives.contract import Backend, Group, Work
 from recover.config import Timeouts
-from recover.errors import CheckpointDamaged, CoordinatorLost, Evicted, JoinRefused, PeerLost, Stopped, ViewChanged
+from recover.errors import LEFT, CheckpointDamaged, CoordinatorLost, Evicted, JoinRefused, PeerLost, Stopped, ViewChanged
 from recover.faults.injector import Injector
 from recover.gradients.buckets import Entry
 from recover.gradients.layout import Learned
@@ -56,8 +56,6 @@ SMOOTHING = 0.05
 """Of a replica's speed: about the last twenty microbatches count."""
 LEAVE = 1.0
 """Seconds that a rank of a broken replica may take to leave by itself."""
-LEFT = 75
-"""Exit code of a rank that had to leave."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,9 @@ class Engine:
         self.mistake = ""                                   # this position's model is not like the other replicas'
         self.parting = False                                # past the last fence: others may close their connections
         self.needs_calibration = sums.store.reduction == "exact"     # before the first step only
+        self.activity = links.member.activity               # what the heartbeats say of this thread
+        self.leaving: threading.Timer | None = None
+        self.closed = False
         self.moves: Iterator[Any] | None = None
         self.answer: Any = None
         self.member.on_view = self.on_view
@@ -121,6 +122,7 @@ class Engine:
         assert self.moves is not None
         self.clock_in()
         while True:
+            self.activity.turn("run")
             self.listen()
             try:
                 request = self.moves.send(self.answer)      # type: ignore[attr-defined]
@@ -131,8 +133,10 @@ class Engine:
                 if not self.needs_calibration:
                     self.sums.begin(request.step)
                 self.works, self.whole, self.computed, self.recomputed = {}, set(), 0, 0
+                self.activity.turn("begin")
                 return request
             if isinstance(request, ask.Compute):
+                self.activity.turn("compute")
                 for n in range(len(request.indices)):
                     self.injector.at("compute", request.step, self.computed + n)
                 if request.recomputed:
@@ -163,26 +167,35 @@ class Engine:
         """(Member thread.) A newer view: whatever waits in a collective of an older one must wake up."""
         self.notice(None)
         self.backend.abandon(view.id)
-        if self.position.me not in view.members:
+        if self.position.me not in view.members or self.member.evicted:
             self.leave_at_once()
         group = self.group
         if group is not None and group.view < view.id:
             group.revoke()
 
     def leave_at_once(self) -> None:
-        """(Member thread.) The others went on without this replica: a rank of it died. Nobody may wait for the dead one."""
+        """(Member thread.) The others went on without this replica. The training thread may be where nothing wakes it up: in
+        a collective of torch's that waits for a dead mate, or hung."""
         self.inner.revoke()
-        if self.place.ranks > 1:
-            end = threading.Timer(LEAVE, os._exit, (LEFT,))     # the training thread may hang in a collective of torch's
-            end.daemon = True
-            end.start()
+        if self.leaving is None and not self.closed:
+            patience = LEAVE if self.place.ranks > 1 else 2 * self.timeouts.failure_timeout
+            self.leaving = threading.Timer(patience, self.left)
+            self.leaving.daemon = True
+            self.leaving.start()
+
+    def left(self) -> None:
+        """(Timer's thread.) It did not wake up."""
+        if not self.closed:
+            log.error("the others went on without replica %d, and its training thread does not notice: exit code %d",
+                      self.position.me, LEFT)
+            os._exit(LEFT)
 
     def on_loss(self, loss: PeerLost) -> None:
         """(Communication thread.) Told to the coordinator at once, before anything is agreed on."""
         self.notice(loss)
         group = self.group
         if group is not None and not self.parting:
-            self.member.suspect(group.view, loss.reason, loss.peer)
+            self.member.suspect(group.view, loss.reason, loss.peer, loss.unheard)
 
     def notice(self, loss: PeerLost | None) -> None:
         """The first evidence of a failure starts the clock of a recovery."""
@@ -251,19 +264,25 @@ class Engine:
             self.record.emit(events.RECOVERY, view=request.view, step=request.step,
                              **msgspec.structs.asdict(recovery.event()))
             self.recovery = None
+        self.activity.turn("update")
         self.injector.at("optimizer", request.step)
 
     def commit_alike(self, whole: Whole) -> None:
         """What one position found counts for all: a gradient that is not finite, a parameter that nothing used."""
         store = self.sums.store
         unused = store.unused(whole.gradient)
-        given = self.inner.agree("found", (whole.nonfinite, unused))
+        given = self.agreed("found", (whole.nonfinite, unused))
         said = [text for text, _ in given if text]
         self.committed = replace(whole, nonfinite=said[0] if said else "")
         doubtful = {name for _, names in given for name in names}
         if doubtful:
             mine = [name for name in sorted(doubtful & whole.gradient.used.keys()) if name not in unused]
-            store.drop(doubtful - {name for names in self.inner.agree("used", mine) for name in names})
+            store.drop(doubtful - {name for names in self.agreed("used", mine) for name in names})
+
+    def agreed(self, kind: str, value: Any) -> list[Any]:
+        """Everyone's values in this replica."""
+        with self.activity.waiting():
+            return self.inner.agree(kind, value)
 
     # -- handlers: a step -------------------------------------------------------------------------------------------
     def agree(self, request: ask.Agree) -> list[Any]:
@@ -271,12 +290,15 @@ class Engine:
             self.injector.at("complete", self.position.step)
             value: Any = request.value
             ok, says = value
-            given = self.inner.agree("complete", (ok, says, self.sums.share() if ok else NOTHING))
+            given = self.agreed("complete", (ok, says, self.sums.share() if ok else NOTHING))
             self.shares = [share for _, _, share in given]
             return [(fine, said) for fine, said, _ in given]
+        if request.kind == "answer" and self.place.rank > 0 and self.recovery is not None and self.position.step is not None:
+            self.injector.at("exchange", self.position.step)        # this rank waits for what its leader exchanges
         if request.kind == "formed":
-            return forming.agree(self.inner, bool(request.value), self.mistake)
-        return self.inner.agree(request.kind, request.value)
+            with self.activity.waiting():
+                return forming.agree(self.inner, bool(request.value), self.mistake)
+        return self.agreed(request.kind, request.value)
 
     def relayout(self, request: ask.Relayout) -> int:
         if self.lessons is not None:
@@ -287,28 +309,29 @@ class Engine:
     def form(self, request: ask.Form) -> ask.Formed | None:
         assert self.group is not None
         model = [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
+        values = self.managed.first_values()
         try:
-            forming.compare(self.group, self.script, model, self.timeouts.drain)
-            self.begin_after(self.resume)
-            forming.take_over(self.group, self.managed.first_values(), request.root)
+            with self.activity.waiting():
+                forming.compare(self.group, self.script, model, self.timeouts.drain)
+                resumes = self.resume is not None and self.resume.choose(self.group, self.timeouts.drain)
+            if self.resume is not None and resumes:
+                with self.activity.pause("reading a checkpoint"):
+                    self.resume.load(self.managed, self.sums.store)
+                self.lessons, self.needs_calibration = self.sums.store.learned, False
+            with self.activity.waiting():
+                forming.take_over(self.group, values, request.root)
         except PeerLost:
             return None
         except (ValueError, CheckpointDamaged) as mistake:
             self.mistake = str(mistake)                     # for the agreement that follows: all positions raise it
         return ask.Formed(self.resume.start if self.resume is not None else 0, self.sums.count)
 
-    def begin_after(self, resume: Resume | None) -> None:
-        """Put back the checkpoint that the members agree on, if there is one."""
-        assert self.group is not None
-        part = None if resume is None else resume.begin(self.group, self.managed, self.sums.store, self.timeouts.drain)
-        if part is not None:
-            self.lessons, self.needs_calibration = self.sums.store.learned, False
-
     def passes(self, step: int) -> bool:
         """Wait for the fence of `step`, posted at its commit, ahead of time. False: not within the failure timeout."""
         fence = self.fences.get(step)
         try:
-            return fence is not None and fence.wait(self.timeouts.failure_timeout) is not None
+            with self.activity.waiting():
+                return fence is not None and fence.wait(self.timeouts.failure_timeout) is not None
         except (PeerLost, TimeoutError):
             return False
 
@@ -320,14 +343,16 @@ class Engine:
 
     def await_fence(self, request: ask.AwaitFence) -> dict[int, Speed] | None:
         try:
-            given = self.fences[request.step].wait()
+            with self.activity.waiting():
+                given = self.fences[request.step].wait()
         except PeerLost as loss:
             self.notice(loss)
             return None
         says = {m: SPEEDS.decode(said) for m, said in given.items()}
         if len({said.digest for said in says.values() if said.digest}) > 1:     # the end of the run: let all hear of it
             assert self.group is not None
-            forming.farewell(self.group, number(Kind.PART, 1), self.timeouts.drain)
+            with self.activity.waiting():
+                forming.farewell(self.group, number(Kind.PART, 1), self.timeouts.drain)
         return says
 
     def reduce(self, request: ask.Reduce) -> ask.Outcome:
@@ -357,12 +382,14 @@ class Engine:
         try:
             for b in buckets:
                 self.launch(step, b, counted)               # what a fault held back
-                self.works[b].wait()
+                with self.activity.waiting():
+                    self.works[b].wait()
             coarse = [(b, self.group.all_reduce(number(Kind.COARSE, step, b, level), given, taken))
                       for b in buckets for level, (given, taken) in enumerate(self.sums.extra_levels(b))
                       if self.group is not None]
-            for _, work in coarse:
-                work.wait()
+            with self.activity.waiting():
+                for _, work in coarse:
+                    work.wait()
         except PeerLost as loss:
             self.notice(loss)
             return False
@@ -373,7 +400,8 @@ class Engine:
 
     def settle(self, step: int, b: int) -> None:
         try:
-            self.works[b].wait()
+            with self.activity.waiting():
+                self.works[b].wait()
         except PeerLost as loss:
             self.notice(loss)
 
@@ -389,7 +417,8 @@ class Engine:
         """The finish line. Whoever goes first would tear the fence of those who still wait for a third one's part of it."""
         self.parting = True
         assert self.group is not None
-        forming.farewell(self.group, number(Kind.PART, 0), self.timeouts.drain)
+        with self.activity.waiting():
+            forming.farewell(self.group, number(Kind.PART, 0), self.timeouts.drain)
 
     # -- handlers: recovery -----------------------------------------------------------------------------------------
     def halt(self, request: ask.Halt) -> frozenset[int]:
@@ -422,11 +451,13 @@ class Engine:
         after = request.view
         while True:
             try:
-                view = self.await_view(after)
+                with self.activity.waiting():
+                    view = self.await_view(after)
                 if self.recovery is not None:
                     self.recovery.add("detect", since)
                 since = time.monotonic()
-                answers = self.member.exchange(view.id, payload, self.timeouts.coordinator)
+                with self.activity.waiting():
+                    answers = self.member.exchange(view.id, payload, self.timeouts.coordinator)
             except ViewChanged:
                 continue
             except CoordinatorLost as lost:
@@ -461,11 +492,12 @@ class Engine:
             return True
         view, before = request.view, self.group.members if self.group is not None else ()
         try:
-            group = self.backend.form(view, self.position.position, self.position.me, self.timeouts.connect)
+            with self.activity.waiting():
+                group = self.backend.form(view, self.position.position, self.position.me, self.timeouts.connect)
         except PeerLost as loss:
             self.group = None
             log.info("view %s could not be formed: %s", view.id, loss)
-            self.member.suspect(view.id, loss.reason, loss.peer)
+            self.member.suspect(view.id, loss.reason, loss.peer, loss.unheard)
             return False
         self.group = group
         group.on_loss = self.on_loss
@@ -484,7 +516,8 @@ class Engine:
         if self.group is None:
             return False
         try:
-            self.group.gather(number(Kind.CONFIRM, 0), b"").wait()
+            with self.activity.waiting():
+                self.group.gather(number(Kind.CONFIRM, 0), b"").wait()
         except PeerLost as loss:
             self.notice(loss)
             return False
@@ -505,7 +538,8 @@ class Engine:
         ok = True
         for b, work in taken.items():
             try:
-                work.wait()
+                with self.activity.waiting():
+                    work.wait()
                 self.whole.add(b)
             except PeerLost as loss:
                 self.notice(loss)
@@ -522,11 +556,15 @@ class Engine:
 
     def suspect(self, request: ask.Suspect) -> None:
         loss = self.group.lost if self.group is not None else None
-        self.member.suspect(request.view, loss.reason if loss else "an operation failed", loss.peer if loss else None)
+        self.member.suspect(request.view, *((loss.reason, loss.peer, loss.unheard) if loss else ("an operation failed",)))
 
     # -- the end ----------------------------------------------------------------------------------------------------
     def close(self, finished: bool) -> None:
         """Leave in order: whoever finished is no casualty."""
+        self.closed = True
+        self.activity.stop()
+        if self.leaving is not None:
+            self.leaving.cancel()
         if finished:
             self.member.finish()
         else:

@@ -7,7 +7,7 @@ from recover import events
 from recover.training.checkpoint import Checkpoints
 from recover.training.engine import Engine
 from recover.training.resuming import Resume, taken
-from recover.training.saving import Author, Saver
+from recover.training.saving import Author, Saver, Training
 
 if TYPE_CHECKING:
     from recover.training.run import Options, Run
@@ -33,7 +33,8 @@ class Keeping:
         notes = {key: value for key, value in run.options.facts(run.backend_name).items() if key not in mine}
         self.resume = engine.resume = Resume(wanted, run.place.rank, mine, notes, run.inner, steps=steps)
         author = Author(run.replica, run.place.rank, run.place.ranks, self.resume.nonce, run.run_id, mine, notes)
-        self.saver = Saver(wanted, author, run.inner, run.record, last=steps, patience=run.timeouts.coordinator)
+        training = Training(engine.agreed, engine.activity.pause)
+        self.saver = Saver(wanted, author, training, run.record, last=steps, patience=run.timeouts.coordinator)
         engine.on_fenced = self.saver.fenced
         self._announced = False
 
@@ -55,5 +56,5 @@ class Keeping:
             passed = self.engine.passes(step)
             if passed:
                 self.saver.fenced(step)
-            if all(self.run.inner.agree("fenced", passed)):     # else it gets its name once a recovery is over
+            if all(self.engine.agreed("fenced", passed)):     # else it gets its name once a recovery is over
                 self.saver.settle()

@@ -8,8 +8,8 @@ Theory of operation
   checkpoint, not just the same step) and take the newest common one. Each reads it for itself, byte for byte.
 * A damaged checkpoint is passed over with a warning; if none is left, the run ends with `CheckpointDamaged`: it does not
   silently begin anew. Another run's ends it with ValueError.
-* A view that breaks while it forms changes who offers: `begin` is then called again, and what it puts back replaces
-  everything that an earlier call put back.
+* A view that breaks while it forms changes who offers: all is done again, and what is put back replaces everything that was
+  put back before.
 * Members also tell each other a random word each; their hash names this attempt of the run, so that an audit can tell the
   receipts of two attempts at the same steps apart.
 """
@@ -82,8 +82,8 @@ class Resume:
             log.warning("unlike when %s was written: %s", path, "; ".join(
                 f"{key} was {kept.get(key)!r}, is {self.notes[key]!r}" for key in differs))
 
-    def begin(self, group: Group, managed: Managed, store: GradientStore, timeout: float) -> Part | None:
-        """Agree with the other members where to begin, and put that state back; None: at step 0.
+    def choose(self, group: Group, timeout: float) -> bool:
+        """Agree with the other members where to begin. False: at step 0.
 
         Raises PeerLost; ValueError, the same on all, if there is nothing that all can read.
         """
@@ -99,18 +99,19 @@ class Resume:
         except ValueError:
             farewell(group, number(Kind.COMPARE, 4), timeout)
             raise
-        part = None
-        if chosen is not None:
-            path = self.directory / f"step-{self.start:08d}"
-            part = checkpoint.load(path, self.position)
-            self.compare_notes(path)
-            put_back(managed, store, part, path)
-            self.hash = str(part.more["hash"])
-            log.info("going on from %s", path)
         if group.me == min(told) and self.position == 0:
             for name in checkpoint.tidy(self.directory, self.start):
                 log.warning("a checkpoint newer than the one that the run begins from is now called %s", name)
-        return part
+        return chosen is not None
+
+    def load(self, managed: Managed, store: GradientStore) -> None:
+        """Put back what was chosen. Raises CheckpointDamaged; ValueError if it does not fit."""
+        path = self.directory / f"step-{self.start:08d}"
+        part = checkpoint.load(path, self.position)
+        self.compare_notes(path)
+        put_back(managed, store, part, path)
+        self.hash = str(part.more["hash"])
+        log.info("going on from %s", path)
 
 
 def taken(managed: Managed, store: GradientStore, lessons: Any, digest: str) -> Part:

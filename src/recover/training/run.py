@@ -15,6 +15,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,11 +28,12 @@ from torch.utils.data import default_collate
 
 from recover import collectives, events
 from recover.config import Environment, Timeouts
-from recover.errors import Evicted, NotFinite
+from recover.errors import Evicted, LeftRun, NotFinite, RecoverError
 from recover.faults.injector import injector_for
 from recover.gradients.buffers import BufferWatch
 from recover.gradients.buffers import Policy as BufferPolicy
 from recover.gradients.store import GradientStore, Reduction
+from recover.membership import files
 from recover.membership.member import Member
 from recover.parallel import fsdp
 from recover.parallel.inner import Agreement, Alone, Inner
@@ -43,7 +45,7 @@ from recover.protocol.messages import NO_VIEW
 from recover.protocol.position import Position
 from recover.training.checkpoint import Checkpoints
 from recover.training.compiled import refuse_measured
-from recover.training.engine import Engine, Links
+from recover.training.engine import LEAVE, Engine, Links
 from recover.training.evaluation import Evaluation, Evaluator, Score
 from recover.training.keeping import CLOCK, Keeping
 from recover.training.loader import Loader
@@ -58,6 +60,8 @@ from recover.workload import policy as find_policy
 
 log = logging.getLogger("recover.training")
 
+NEVER = (1 << 62, 0)
+"""A view that no coordinator makes."""
 NonFinite = Literal["raise", "skip", "keep"]
 
 
@@ -186,7 +190,9 @@ class Run:
             token = token if environment else shared_token()
             inner = collectives.create("tcp", run_id=f"{run_id}/{self.replica}", token=token, **where)
             self.inner = Inner(inner, place.rank, place.ranks, self.timeouts)
-        self.member: Any = Solo(self.backend.endpoint)
+        if environment is not None:
+            files.for_rank(environment.replicas, place.ranks)
+        self.member: Any = Solo(self.backend.endpoint, self.timeouts)
         if environment is not None:
             if environment.replicas > options.microbatches and environment.replica == 0:
                 warnings.warn(f"{environment.replicas} replicas share {options.microbatches} microbatches: some have nothing "
@@ -323,6 +329,7 @@ class Run:
         self.engine.start(position, self.options.microbatches if self.options.policy.constant else None, script)
         self.member.start()
         self.member.wait_view(NO_VIEW, self.timeouts.formation)
+        self.member.vouch()
         self.record.emit(events.RUN_JOINED, view=self.member.latest.id, members=self.member.latest.members)
 
     def committed(self, step: Step, request: ask.Commit) -> None:
@@ -352,7 +359,9 @@ class Run:
             self.sums.metrics.add(0, CLOCK, time.time())
         evaluator = self.sums.evaluator
         if evaluator is not None and evaluator.evaluation.due(step, self._steps):
+            self.engine.activity.turn("evaluate")
             evaluator.score(step, indices)
+            self.engine.activity.turn("compute")
             self.engine.since = time.monotonic()        # a microbatch's time is without it
 
     def _evaluate_last(self, step: Step) -> None:
@@ -379,7 +388,7 @@ class Run:
         if self.options.hash_every and (step.index + 1) % self.options.hash_every == 0:
             digest = self.hash()
             self.engine.publisher.complete(step.index, digest)
-            parts = "".join(self.inner.agree("hash", digest))
+            parts = "".join(self.engine.agreed("hash", digest))
             short = hashlib.sha256(parts.encode()).hexdigest()[:16]
             self.engine.position.digest = f"{step.index}:{short}"           # goes with the next fence: compared by all (I5)
         if self.keeping is not None:
@@ -406,6 +415,20 @@ class Run:
         stage = self.place.stage if stage is None else stage
         plain = self.place.data_size == 1 and stage == 0
         seed_everything(self.seed, microbatch.step, index if plain else f"{index}/{part}/{stage}")
+
+    def pause(self, what: str, seconds: float | None = None) -> AbstractContextManager[None]:
+        """`with run.pause("checkpoint", seconds=900): ...`: what is done inside is no failure, however still it looks.
+
+        The others go on without a replica whose training thread makes no progress while they wait for it (docs/timeouts.md).
+        Wrap what takes much longer than the run has seen so far: writing a large checkpoint, an evaluation of your own, a
+        compilation. what: for messages, at most 100 characters. seconds: how long it may take at most (default: 120 times
+        the failure timeout, at least 10 minutes). A process that dies meanwhile is noticed as ever. Raises ValueError.
+        """
+        if not 1 <= len(what) <= 100:
+            raise ValueError(f"a pause is named in 1 to 100 characters, not {len(what)}")
+        if seconds is not None and not 0 < seconds <= 7 * 86400:
+            raise ValueError(f"a pause has more than 0 seconds and at most a week, not {seconds}")
+        return self.member.activity.pause(what, seconds)    # type: ignore[no-any-return]
 
     # -- small things -----------------------------------------------------------------------------------------------
     @property
@@ -459,6 +482,8 @@ class Run:
 
     def failed(self, error: BaseException) -> None:
         """This rank's part ends with an error, ours or the script's: the others hear at once that it is gone."""
+        if isinstance(error, LeftRun):
+            log.error("%s; exit code %d", error, error.code)
         if isinstance(error, Evicted):
             self._end("evicted", str(error))
         else:
@@ -499,9 +524,25 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, RuntimeError) and self._started and self.place.ranks > 1 and not self._ended:
+            evicted = self._evicted()
+            if evicted is not None:
+                self.failed(evicted)
+                self.close()
+                raise evicted from error
         if isinstance(error, Exception) and self._started:      # else it was told to stop
             self.failed(error)
         self.close()
+
+    def _evicted(self) -> Evicted | None:
+        """An error of torch's may say no more than that a mate is gone: whether the others have gone on without this replica."""
+        try:
+            self.member.wait_view(NEVER, LEAVE)
+        except Evicted as evicted:
+            return evicted
+        except (RecoverError, TimeoutError):
+            pass
+        return None
 
 
 def left_early(step: Step) -> RuntimeError:

@@ -22,12 +22,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from recover import events
-from recover.parallel.inner import Agreement
 from recover.training.checkpoint import WRITE_ERRORS, Checkpoints, Draft, File, Manifest, Part, retain
 from recover.training.state import copied
 
@@ -100,13 +100,22 @@ class Author:
     notes: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Training:
+    """What the training thread lends: `agree` with the replica's other ranks, and `pause`, inside which the run's watchers know
+    that this takes its time (see `membership.activity`)."""
+
+    agree: Callable[[str, Any], list[Any]]
+    pause: Callable[[str, float | None], AbstractContextManager[None]]
+
+
 class Saver:
     """Checkpoints of one rank; `last`: the run's steps. Called by the training thread. `patience`: seconds that `settle`
     waits for a disk."""
 
-    def __init__(self, wanted: Checkpoints, author: Author, inner: Agreement, record: events.Log, *, last: int,
+    def __init__(self, wanted: Checkpoints, author: Author, training: Training, record: events.Log, *, last: int,
                  patience: float) -> None:
-        self.wanted, self.author, self.inner, self.record, self.patience = wanted, author, inner, record, patience
+        self.wanted, self.author, self.training, self.record, self.patience = wanted, author, training, record, patience
         self.directory, self.alone = Path(wanted.directory), author.ranks == 1
         self.rhythm = Rhythm(wanted.every, wanted.minutes, last)
         self.job: Job | None = None
@@ -138,8 +147,9 @@ class Saver:
         job = Job(steps, Draft(self.directory, steps, f"r{self.author.replica}-{self.author.nonce}"))
         part: Part | None = None
         try:
-            part = take()
-            part = Part(copied(part.flat), part.more)
+            with self.training.pause("copying a checkpoint", None):
+                part = take()
+                part = Part(copied(part.flat), part.more)
         except (ValueError, RuntimeError, MemoryError) as error:        # what can't be kept, or no room for a copy
             job.problem, part = f"the state can't be copied: {error}", None
         took, before = time.monotonic() - since, self._newest
@@ -163,7 +173,7 @@ class Saver:
         if self.alone:
             self.job = None if job.over.is_set() else job
             return
-        told = self.inner.agree("saved", job.told())
+        told = self.training.agree("saved", job.told())
         words = {word for word, _, _ in told}
         if "failed" in words:
             job.give_up("another rank of the replica could not write its part")
@@ -175,6 +185,12 @@ class Saver:
 
     def settle(self) -> None:
         """Wait until what is under way has its name, or failed. All positions at the same place."""
+        if self._newest is not None and not self._newest.over.is_set():
+            with self.training.pause("writing a checkpoint", 2 * self.patience):
+                self._settle()
+        self.job = None
+
+    def _settle(self) -> None:
         job, until = self.job, time.monotonic() + self.patience
         if job is not None:
             if not job.ready.wait(self.patience):
@@ -182,7 +198,6 @@ class Saver:
             elif not job.fenced:
                 job.give_up("the run ended before all replicas had its last step")
             self.poll()
-            self.job = None
         if self._newest is not None and not self._newest.over.wait(max(0.0, until - time.monotonic())):
             log.error("a checkpoint is still not on the disk after %g s: not waiting any more", self.patience)
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from recover.config import Timeouts
+from recover.membership.activity import Activity
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import NO_VIEW, Endpoint, Pending, View, ViewId
 
@@ -10,7 +12,8 @@ from recover.protocol.messages import NO_VIEW, Endpoint, Pending, View, ViewId
 class Solo:
     """What `recover.membership.member.Member` is to a run with others."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, timeouts: Timeouts) -> None:
+        self.activity = Activity(timeouts)
         self.latest = View((0, 1), (0,), {0: (endpoint,)}, forming=True)
         self.pending: Pending | None = None
         self.evicted = False
@@ -18,6 +21,9 @@ class Solo:
         self.announcement: Callable[[], Announcement] | None = None
 
     def start(self) -> None:
+        pass
+
+    def vouch(self) -> None:
         pass
 
     def wait_view(self, newer_than: ViewId = NO_VIEW, timeout: float | None = None) -> View:
@@ -29,7 +35,7 @@ class Solo:
     def exchange(self, view: ViewId, payload: bytes, timeout: float | None = None) -> dict[int, bytes]:
         return {0: payload}
 
-    def suspect(self, view: ViewId, reason: str, peer: int | None = None) -> None:
+    def suspect(self, view: ViewId, reason: str, peer: int | None = None, unheard: tuple[int, ...] = ()) -> None:
         pass
 
     def entered(self, view: ViewId) -> None:
