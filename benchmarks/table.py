@@ -20,6 +20,7 @@ def rows() -> list[tuple[str, str, str]]:
     died = backends["death_ms"]
     coordinator, memory = record("coordinator_loss")["results"], record("memory")["results"]["bytes_per_parameter"]
     hashes, wrong = {run["hash"] for run in exact["runs"]}, sum(bool(run["problem"]) for run in exact["runs"])
+    everything, speed = record("checkpoint")["results"], record("speed")["results"]
     layouts = record("layouts")["results"]
     killed = [row for part in ("exact", "inside") for row in layouts[part]]
     total, window = detection["total_ms"], coordinator["window_ms"]
@@ -48,6 +49,11 @@ def rows() -> list[tuple[str, str, str]]:
          f"{window['lost']['max']:.0f} ms ({window['control']['max']:.0f} ms)", "python benchmarks/coordinator_loss.py"),
         ("a death among 512 (4,096) members of one coordinator: the new view at the last of them, worst of 5",
          f"{1000 * sizes[512]:.0f} ms ({1000 * sizes[4096]:.0f} ms)", "python benchmarks/control_plane.py"),
+        (f"everything killed {len(everything['rows'])} times, resumed with 1 to 4 replicas: hash at the end is the undisturbed "
+         f"run's, most steps lost (checkpoint every {record('checkpoint')['settings']['every']})",
+         f"{'yes' if everything['end']['equal'] else 'NO'}, {everything['lost']}", "python benchmarks/checkpoint.py"),
+        ("policy `speed`, one of 4 replicas at half speed: step time over the ideal (`balanced`)",
+         f"{speed['speed']['ratio']:.2f} ({speed['balanced']['ratio']:.2f})", "python benchmarks/speed.py"),
         ("gradient state, bytes per float32 parameter: `fast`, `exact` (DDP with bucket views)",
          f"{memory['fast, float32']['resident']:.0f}, {memory['exact, float32']['resident']:.0f} "
          f"({memory['DDP, bucket views, float32']['resident']:.0f})", "python benchmarks/memory.py"),

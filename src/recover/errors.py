@@ -18,6 +18,7 @@ run recovers from them by itself::
     |-- LateGradient                 a gradient arrived after its bucket had left
     |-- WorkerLost                   a data loader's worker process died
     |-- Diverged                     replicas that must be equal are not (invariant I5)
+    |-- CheckpointDamaged            no checkpoint of the directory can be read, and why
     `-- FaultMissed                  a planned fault did not happen
 
 `ReplicaBroken` and `Evicted` are `SystemExit`s too: a script that does not catch them ends with exit code `LEFT`, which tells
@@ -99,6 +100,10 @@ class WorkerLost(RecoverError):
 
 class Diverged(RecoverError):
     """Replicas that must be equal are not (I5)."""
+
+
+class CheckpointDamaged(RecoverError):
+    """What was written is not what is there."""
 
 
 class FaultMissed(RecoverError):

@@ -48,6 +48,9 @@ View = tuple[int, int]
 RUN_START: Final = "recover.run.start"
 RUN_JOINED: Final = "recover.run.joined"
 RUN_END: Final = "recover.run.end"
+RUN_RESUMED: Final = "recover.run.resumed"
+CHECKPOINT_SAVED: Final = "recover.checkpoint.saved"
+CHECKPOINT_FAILED: Final = "recover.checkpoint.failed"
 VIEW_NEW: Final = "recover.view.new"
 REPLICA_LOST: Final = "recover.replica.lost"
 RECOVERY: Final = "recover.recovery"
@@ -93,6 +96,33 @@ class RunJoined(msgspec.Struct, frozen=True, kw_only=True):
     """This rank is in a view for the first time (`view` says which)."""
 
     members: tuple[int, ...] = ()
+
+
+class RunResumed(msgspec.Struct, frozen=True, kw_only=True):
+    """A run with checkpoints begins after `steps` steps, 0 unless it goes on from one. `attempt` names this start of all
+    replicas; `state_hash`: of this rank's state as it was kept, if it was hashed then."""
+
+    steps: int
+    attempt: str
+    state_hash: str | None = None
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True):
+    """The state after `steps` steps is on the disk. Seconds that training waited for the copy, and that the writing took beside
+    it; `first`: false if another replica had written the same."""
+
+    steps: int
+    bytes: int
+    copy: float
+    write: float
+    first: bool = True
+
+
+class CheckpointFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """The state after `steps` steps was not kept, and why."""
+
+    steps: int
+    message: str
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,7 +256,8 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 KNOWN: Final[dict[str, type[msgspec.Struct]]] = {
-    RUN_START: RunStart, RUN_JOINED: RunJoined, RUN_END: RunEnd, VIEW_NEW: ViewNew, REPLICA_LOST: ReplicaLost,
+    RUN_START: RunStart, RUN_JOINED: RunJoined, RUN_END: RunEnd, RUN_RESUMED: RunResumed,
+    CHECKPOINT_SAVED: CheckpointSaved, CHECKPOINT_FAILED: CheckpointFailed, VIEW_NEW: ViewNew, REPLICA_LOST: ReplicaLost,
     RECOVERY: Recovery, RECEIPT: Receipt, FAULT_INJECTED: FaultInjected, LAUNCH_START: LaunchStart,
     LAUNCH_RANK_START: LaunchRankStart, LAUNCH_RANK_END: LaunchRankEnd, LAUNCH_END: LaunchEnd,
     COORDINATOR_START: CoordinatorStart, COORDINATOR_END: CoordinatorEnd,

@@ -24,11 +24,13 @@ DEFAULTS: dict[str, Any] = dict(
     steps=30, microbatches=12, seed=3, reduction="exact", hash_every=1, policy="balanced", nonfinite="raise",
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
-    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None)
+    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None,
+    checkpoint=None, save=(), drag=0.0)
 """spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
 microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
 "buckets"}: see `forgetful`. dies: "form" (see `dies_forming`). order, width: make a model that does not fit the others'.
-compile: torch.compile's arguments."""
+compile: torch.compile's arguments. checkpoint: arguments of recover.Checkpoints. save: steps in which to call run.save().
+drag: seconds after each microbatch."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -93,6 +95,7 @@ class Setup:
         s = self.s
         run = recover.join(microbatches=s["microbatches"], seed=s["seed"], reduction=s["reduction"], policy=s["policy"],
                            hash_every=s["hash_every"], nonfinite=s["nonfinite"], buffers=s["buffers"],
+                           checkpoint=recover.Checkpoints(**s["checkpoint"]) if s["checkpoint"] else None,
                            bucket_bytes=6144, first_bucket_bytes=1024)
         run.manage(self.model, self.optimizer, self.scheduler)
         dataset = Tokens(s["data_length"], noisy=s["workers"] > 0)
@@ -200,11 +203,14 @@ def train(script: Script) -> None:
                         step.add("thirds", loss.detach())
                 step.backward(loss, weight=weight)
                 zero(setup, "inside")
+                time.sleep(setup.s["drag"])
             if setup.s["reference"] and not step.skipped:
                 script.say("error", step=step.index, relative=setup.reference_error(run, step))
             if setup.s["late"] and step.index == setup.s["steps"] - 1:
                 time.sleep(setup.s["late"])
             update(setup)
+            if step.index in setup.s["save"]:
+                run.save()
             script.say("step", step=step.index, loss=step.loss.hex(), metrics=step.metrics, skipped=step.skipped,
                        buckets=run.sums.gradient_count, leader=run.is_leader)
     script.say("done", cpu=time.process_time())

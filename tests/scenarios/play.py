@@ -254,7 +254,8 @@ class Actor:
 
     def form(self, request: ask.Form) -> Any:
         self.give(self.key("form"), None)
-        return (yield from self.wait(self.key("form"))) is not None
+        whole = (yield from self.wait(self.key("form"))) is not None
+        return ask.Formed(0, self.stage.scenario.buckets) if whole else None
 
     def postfence(self, request: ask.PostFence) -> Any:
         self.place("fence", request.step)

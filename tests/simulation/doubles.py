@@ -193,7 +193,8 @@ PARTS = dict(
     proves=replace(PLAIN, position=NoProves), agreement=replace(PLAIN, position=NoAgreement),
     turn=replace(PLAIN, position=NoTurn), vector=replace(PLAIN, position=NoVector), freeze=replace(PLAIN, actor=NoFreeze),
     settle=replace(PLAIN, actor=NoSettle), exit=replace(PLAIN, position=NoExit), handback=replace(PLAIN, position=NoHandback),
-    whole=PLAIN, clean=PLAIN, suspect=replace(PLAIN, coordinator=NoSuspect), atonce=replace(PLAIN, actor=NotAtOnce, world=Joins),
+    whole=PLAIN, clean=PLAIN, unknown=PLAIN,
+    suspect=replace(PLAIN, coordinator=NoSuspect), atonce=replace(PLAIN, actor=NotAtOnce, world=Joins),
     verdict=replace(PLAIN, verdict=False), incarnation=replace(PLAIN, coordinator=NoIncarnationCounter, world=NoIncarnation),
     newest=replace(PLAIN, coordinator=NotNewest, world=Crashes), hold=replace(PLAIN, coordinator=NoHold),
     reissue=replace(PLAIN, coordinator=NoReissue), vectors=replace(PLAIN, position=NoVectors),
@@ -202,13 +203,15 @@ PARTS = dict(
 
 @contextmanager
 def without(rule: str) -> Iterator[Parts]:
-    """The parts without `rule`; two rules live in functions of `decision`, which are replaced meanwhile."""
-    kept = decision.promotable, decision.countable
+    """The parts without `rule`; three rules live in functions of `decision`, which are replaced meanwhile."""
+    kept = decision.promotable, decision.countable, decision.at_hand
     if rule == "whole":
         decision.promotable = lambda shadow, lost: bool(shadow & lost)
     elif rule == "clean":
         decision.countable = lambda shadow: True
+    elif rule == "unknown":
+        decision.at_hand = lambda old, formed: [report.step for report in old.values()]
     try:
         yield PARTS[rule]
     finally:
-        decision.promotable, decision.countable = kept
+        decision.promotable, decision.countable, decision.at_hand = kept

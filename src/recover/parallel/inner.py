@@ -31,7 +31,8 @@ NOTHING: Share = (0.0, 0.0, {}, {})
 
 KINDS: dict[str, Any] = {
     "turn": bool, "formed": tuple[bool, str], "began": bool, "exit": bool, "entered": bool, "status": Status,
-    "answer": Answer | None, "complete": tuple[bool, Speed, Share], "hash": str,
+    "answer": Answer | None, "saved": tuple[str, str, int], "fenced": bool,
+    "offers": tuple[str, list[tuple[int, str]], list[str], str], "complete": tuple[bool, Speed, Share], "hash": str,
     "found": tuple[str, list[str]], "used": list[str]}
 NAMES = list(KINDS)
 

@@ -10,8 +10,8 @@ Rules, in the order in which `decide` applies them:
    (all of them minus what survivors owe) were shared out. Nothing is lost for a step whose buckets are all held.
 5. A spare (`Roles`) is promoted, and what its sums contain then counts, only if all of it is lost (`whole`); a spare
    whose sums do not count is given no lost microbatches (`clean`).
-6. While the first parameters are not known to be everywhere, there is nothing to keep: step 0 is planned anew, and
-   whoever is in the view is a first member.
+6. While the first parameters are not known to be everywhere, there is nothing to keep: the first step (0, or the one that
+   follows a checkpoint: `unknown` until all have formed) is planned anew, and whoever is in the view is a first member.
 7. The whole job ends (`ending`) if every level member was told to leave, or if the view has fewer members than the floor
    and the job stops there. All end after the same step: the newest one for which nothing is left to compute. What was
    computed of a later one is given up: nobody knows how long the rest would take. If the job waits below its floor, nobody
@@ -83,7 +83,7 @@ def decide(members: Sequence[int], reports: Mapping[int, Report], job: Job) -> D
     old = {m: reports[m] for m in members if reports[m].step is not None and not (formed and reports[m].fresh)}
     if not old:
         return None
-    steps = [r.step for r in old.values() if r.step is not None]
+    steps = at_hand(old, formed)
     low, high = min(steps), max(steps)
     assert high - low <= 1, ("steps of survivors apart by more than one", low, high)
     level = [m for m in members if reports[m].level or not formed]
@@ -108,6 +108,11 @@ def why_to_end(members: Sequence[int], level: Sequence[int], leaving: frozenset[
     if leaving.issuperset(level):
         return "told"
     return "floor" if job.below == "stop" and len(members) < job.floor else ""
+
+
+def at_hand(old: Mapping[int, Report], formed: bool) -> list[int]:
+    """`unknown`: while nobody has formed, some may know by now where the run begins, and others not: that says nothing."""
+    return [r.step for r in old.values() if r.step is not None] if formed else [0]
 
 
 def in_force(members: Sequence[int], old: Mapping[int, Report], willing: Sequence[int]) -> Vector:

@@ -41,6 +41,7 @@ from recover.protocol.requests import (
     Exchange,
     Fenced,
     Form,
+    Formed,
     Forward,
     Halt,
     Outcome,
@@ -171,15 +172,22 @@ class Position:
         return (yield from self.complete(step, ok))
 
     def form(self) -> Moves:
-        """Take over the first parameters, and know that everyone has: the fence of "step -1"."""
-        assert self.step == 0 and not self.done, "nothing is computed before the first parameters are everywhere"
-        ok = False
+        """Take over the first parameters, and know that everyone has: the fence of the step before the first (-1, or that
+        of the checkpoint). Whoever passes it proves that every member has formed, hence knows the first step."""
+        assert not self.done, "nothing is computed before the first parameters are everywhere"
+        formed: Formed | None = None
         if not self.trouble:
-            ok = yield Form(min(self.view.members))
-        if not all((yield Agree("formed", ok))):
+            formed = yield Form(min(self.view.members))
+        if not all((yield Agree("formed", formed is not None))):
             return False
-        ok = yield from self.pass_fence(-1)
+        assert formed is not None
+        self.begin_at(formed.start, formed.buckets)
+        ok = yield from self.pass_fence(formed.start - 1)
         return all((yield Agree("began", ok)))
+
+    def begin_at(self, start: int, buckets: int) -> None:
+        """`start`: a resumed run begins where its checkpoint ends, with buckets laid out as step 0 taught."""
+        self.step, self.buckets, self.layout = start, buckets, min(start, 1)
 
     def waits_early(self, step: int) -> bool:
         """Step 1 lays out its buckets as learned in step 0, which takes over the buffers that peers may still need."""
@@ -365,7 +373,7 @@ class Position:
         self.leave_after, self.ending = decision.last(self.me), decision.ending
         self.pause_at = decision.high if decision.paused else None
         if not decision.formed:
-            self.step, self.level, self.decided = 0, True, -1
+            self.step, self.level, self.decided = 0, True, -1     # until formed, nobody knows the first step
             self.vectors, self.owes, self.shadow = {0: decision.vector}, {}, {}
             return
         if report.step is None or report.fresh:

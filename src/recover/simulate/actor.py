@@ -230,7 +230,7 @@ class Actor:
         check(len(self.sums) == self.world.count(request.step), "committed with buckets missing", self.me, request.step)
         if self.position.level:
             self.world.level.add(self.me)
-        if request.step == 0:
+        if request.step == self.start:
             self.world.parameters[self.me] = self.started_from
         self.held, self.sums, self.launched = (request.step, self.sums), {}, {}
         self.position.caught_up = self.random.random() < .5
@@ -239,16 +239,16 @@ class Actor:
         yield
 
     def form(self, request: ask.Form) -> Steps:
-        op = self.give(self.me, "form", request.root)
-        while request.root not in op.given:
-            result = yield from self.wait(op)
-            if result is None:
-                return False
+        """All say which checkpoints they can read; the newest that all can is where the run begins."""
+        result = yield from self.wait(self.give(self.world.readable(self.me), "form", request.root))
+        if result is None:
+            return None
+        self.start = max(set.intersection(*result.values()))
         self.started_from = request.root
-        yield
-        return True
+        self.world.start[self.me] = self.world.entry[self.me] = self.start
+        return ask.Formed(self.start, self.world.count(self.start))
 
-    started_from = -1
+    start, started_from = -1, -1
 
     def postfence(self, request: ask.PostFence) -> Steps:
         self.give(request.says, "fence", request.step)

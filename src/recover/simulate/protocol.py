@@ -154,6 +154,8 @@ def verdict(world: World) -> None:
     check(bool(world.finished & world.level), "I3: nobody finished")
     roots = {root for m, root in world.parameters.items() if m in world.finished and root >= 0}
     check(len(roots) <= 1, "I5: replicas start from different parameters", roots)
+    starts = {start for m, start in world.start.items() if m in world.finished}
+    check(len(starts) <= 1, "I5: replicas begin at different steps", starts)
     for cell, values in world.committed.items():
         check(len({v for m, v in values.items() if m in world.finished}) <= 1, "I2: survivors differ", cell)
     together = {m: world.last[m] for m, why in world.endings.items() if why}

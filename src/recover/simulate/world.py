@@ -90,6 +90,8 @@ class World:
                            freeze=shape.choice([0, 0, 1]), leave=shape.choice([0, 0, 1, 2]),
                            crash=shape.choice([0, 0, 1, 2]), flap=shape.choice([0, 1, 3, 8]), preempt=0)
         self.chunk = shape.choice([1, 1, 1, 2, 3])          # microbatches that a replica computes at one go
+        self.checkpoints = self.draw_checkpoints(seed)
+        self.start: dict[int, int] = {}                     # member -> the step at which it began
         self.ops: dict[tuple[Any, ...], Op] = {}
         self.inner: dict[tuple[int, int], tuple[str, dict[int, Any]]] = {}
         self.committed: dict[Cell, dict[int, Sum]] = {}
@@ -116,6 +118,19 @@ class World:
 
     def endpoints(self, member: int) -> tuple[Endpoint, ...]:
         return (Endpoint("host", member),)
+
+    def draw_checkpoints(self, seed: int) -> dict[int, set[int]]:
+        """member -> the steps whose checkpoints it can read: one that all can, and some that others can't. In two of three
+        schedules there is none, and the run begins at step 0."""
+        shape = random.Random(seed * 104_729 + 2)
+        if shape.random() < 2 / 3:
+            return {m: {0} for m in range(self.size)}
+        common = shape.randint(0, self.job.steps)
+        return {m: {common, *(s for s in range(self.job.steps + 1) if shape.random() < .4)} for m in range(self.size)}
+
+    def readable(self, member: int) -> set[int]:
+        """Steps after which `member` could begin. Whoever was not there when the run began reads what all can."""
+        return self.checkpoints.get(member, set.intersection(*self.checkpoints.values()))
 
     def count(self, step: int) -> int:
         """Buckets of a step at one position."""

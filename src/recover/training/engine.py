@@ -28,7 +28,7 @@ import msgspec
 from recover import events
 from recover.collectives.contract import Backend, Group, Work
 from recover.config import Timeouts
-from recover.errors import LEFT, CoordinatorLost, Evicted, JoinRefused, PeerLost, Stopped, ViewChanged
+from recover.errors import LEFT, CheckpointDamaged, CoordinatorLost, Evicted, JoinRefused, PeerLost, Stopped, ViewChanged
 from recover.faults.injector import Injector
 from recover.gradients.buckets import Entry
 from recover.gradients.layout import Learned
@@ -42,7 +42,9 @@ from recover.training import forming
 from recover.training.managed import Managed
 from recover.training.numbers import Kind, number
 from recover.training.recovery import Publisher, Recovery
+from recover.training.resuming import Resume
 from recover.training.sums import Sums, Whole
+from recover.workload import Speedometer
 
 log = logging.getLogger("recover.training")
 
@@ -50,6 +52,8 @@ REPORTS = msgspec.msgpack.Decoder(Report)
 SPEEDS = msgspec.msgpack.Decoder(Speed)
 ENCODER = msgspec.msgpack.Encoder()
 
+SMOOTHING = 0.05
+"""Of a replica's speed: about the last twenty microbatches count."""
 LEAVE = 1.0
 """Seconds that a rank of a broken replica may take to leave by itself."""
 
@@ -73,6 +77,8 @@ class Engine:
         self.sums, self.managed = sums, managed
         self.timeouts, self.injector, self.record = timeouts, injector, record
         self.publisher = Publisher(record)
+        self.resume: Resume | None = None                   # where to begin, if not at step 0
+        self.on_fenced: Callable[[int], None] = lambda step: None
         self.group: Group | None = None
         self.works: dict[int, Work[None]] = {}              # sums of the step at hand, launched in the present view
         self.whole: set[int] = set()                        # buckets of the step at hand that are whole here
@@ -80,6 +86,9 @@ class Engine:
         self.lessons: Learned | None = None
         self.recovery: Recovery | None = None
         self.launching: ask.Compute | None = None
+        self.speedometer = Speedometer(SMOOTHING)
+        self.warm = False                                   # past the first step here, in which everything is slower
+        self.given_out = 0                                  # microbatches that the script has in hand
         self.pipelined = False                              # the script takes its microbatches in chunks
         self.computed = 0                                   # microbatches of the step at hand, computed here
         self.recomputed = 0
@@ -112,6 +121,7 @@ class Engine:
     def advance(self) -> ask.Begin | ask.Compute | ask.Commit | None:
         """The next thing that only the script can do; None when the run is over. Raises what ends a run."""
         assert self.moves is not None
+        self.clock_in()
         while True:
             self.activity.turn("run")
             self.listen()
@@ -134,12 +144,19 @@ class Engine:
                     self.injector.at("recompute", request.step)
                 self.launching = request
                 self.sums.before_forward(request.last, self.pipelined)
-                self.since = time.monotonic()
+                self.since, self.given_out = time.monotonic(), len(request.indices)
                 return request
             if isinstance(request, ask.Commit):
                 self.commit(request)
                 return request
             self.answer = self.handlers[type(request)](request)
+
+    def clock_in(self) -> None:
+        """The script is back: what it took for its microbatches, with all that it does for one, is this replica's speed."""
+        count, self.given_out = self.given_out, 0
+        for _ in range(count if self.warm else 0):
+            self.speedometer.add((time.monotonic() - self.since) / count)
+            self.position.speed = self.speedometer.speed()
 
     def listen(self) -> None:
         """Hear from the coordinator. Raises Evicted."""
@@ -218,9 +235,6 @@ class Engine:
         self.launching = None
         self.computed += len(request.indices)
         self.recomputed += request.recomputed
-        took = time.monotonic() - self.since
-        if took > 0:
-            self.position.speed += 0.2 * (len(request.indices) / took - self.position.speed)
         if self.recovery is not None and request.recomputed:
             self.recovery.recomputed += request.recomputed
             self.recovery.add("recompute", self.since)
@@ -242,6 +256,7 @@ class Engine:
         self.committed = self.sums.commit(self.count, speaking)
         if self.place.ranks > 1:
             self.commit_alike(self.committed)
+        self.warm = True
         if self.committed.gradient.learned is not None:
             self.lessons = self.committed.gradient.learned
         self.works, self.whole = {}, set()
@@ -293,19 +308,34 @@ class Engine:
             self.sums.store.release()
         return self.sums.count
 
-    def form(self, request: ask.Form) -> bool:
+    def form(self, request: ask.Form) -> ask.Formed | None:
         assert self.group is not None
         model = [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
         values = self.managed.first_values()
         try:
             with self.activity.waiting():
                 forming.compare(self.group, self.script, model, self.timeouts.drain)
+                resumes = self.resume is not None and self.resume.choose(self.group, self.timeouts.drain)
+            if self.resume is not None and resumes:
+                with self.activity.pause("reading a checkpoint"):
+                    self.resume.load(self.managed, self.sums.store)
+                self.lessons, self.needs_calibration = self.sums.store.learned, False
+            with self.activity.waiting():
                 forming.take_over(self.group, values, request.root)
         except PeerLost:
-            return False
-        except ValueError as mistake:
+            return None
+        except (ValueError, CheckpointDamaged) as mistake:
             self.mistake = str(mistake)                     # for the agreement that follows: all positions raise it
-        return True
+        return ask.Formed(self.resume.start if self.resume is not None else 0, self.sums.count)
+
+    def passes(self, step: int) -> bool:
+        """Wait for the fence of `step`, posted at its commit, ahead of time. False: not within the failure timeout."""
+        fence = self.fences.get(step)
+        try:
+            with self.activity.waiting():
+                return fence is not None and fence.wait(self.timeouts.failure_timeout) is not None
+        except (PeerLost, TimeoutError):
+            return False
 
     def post_fence(self, request: ask.PostFence) -> None:
         if request.step >= 0:
@@ -379,6 +409,7 @@ class Engine:
 
     def fenced(self, request: ask.Fenced) -> None:
         self.publisher.publish(request.step)
+        self.on_fenced(request.step)
         for past in [s for s in self.fences if s < request.step]:
             del self.fences[past]
         if request.step == self.position.job.steps - 1:
@@ -442,7 +473,8 @@ class Engine:
                 raise JoinRefused("this run is under way already; joining it later is not possible in this version")
             if self.recovery is not None:
                 self.recovery.add("exchange", since)
-            self.parting = {r.step for r in reports.values() if r.step is not None} == {self.position.job.steps}
+            at = {r.step for r in reports.values() if r.step is not None}
+            self.parting = at == {self.position.job.steps} and any(r.formed for r in reports.values())
             return ask.Answer(view, reports)
 
     def await_view(self, after: tuple[int, int]) -> View:

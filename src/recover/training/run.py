@@ -43,9 +43,11 @@ from recover.protocol import requests as ask
 from recover.protocol.decision import Job
 from recover.protocol.messages import NO_VIEW
 from recover.protocol.position import Position
+from recover.training.checkpoint import Checkpoints
 from recover.training.compiled import refuse_measured
 from recover.training.engine import LEAVE, Engine, Links
 from recover.training.evaluation import Evaluation, Evaluator, Score
+from recover.training.keeping import CLOCK, Keeping
 from recover.training.leaving import Hook, Obedience, why
 from recover.training.loader import Loader
 from recover.training.managed import Managed
@@ -77,6 +79,7 @@ class Options:
     hash_every: int
     bucket_bytes: int
     first_bucket_bytes: int
+    checkpoint: Checkpoints | None = None
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -112,7 +115,8 @@ def processor() -> str:
 
 def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", policy: str | Policy = "balanced",
          backend: str | None = None, nonfinite: NonFinite = "raise", buffers: BufferPolicy = "leader", hash_every: int = 0,
-         bucket_bytes: int = 25 << 20, first_bucket_bytes: int = 1 << 20, mesh: Mapping[str, int] | None = None) -> Run:
+         bucket_bytes: int = 25 << 20, first_bucket_bytes: int = 1 << 20, mesh: Mapping[str, int] | None = None,
+         checkpoint: Checkpoints | None = None) -> Run:
     """Join the run that this process was started for; without `recover launch`, a run of one replica by itself.
 
     microbatches: B, per step over all replicas. seed: of samples and of the random state per microbatch. reduction:
@@ -123,6 +127,7 @@ def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", pol
     hash parameters and optimizer state after every n steps. bucket_bytes: of one reduction. mesh: axes of a replica of
     several ranks, such as {"pp": 2, "dp_shard": 2, "tp": 2}; `run.mesh` is torch's DeviceMesh over them (recover.parallel.mesh).
     backend: of the sums between replicas; by default RECOVER_BACKEND (`recover launch --backend`), without that "tcp".
+    checkpoint: `recover.Checkpoints("dir", every=100)`, for when all replicas die: the run goes on from the newest one there.
 
     Raises ValueError for a mistake in these or in the environment. That the others ask for something else comes out as
     JoinRefused from `run.steps`, with both values.
@@ -133,7 +138,8 @@ def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", pol
         raise ValueError(f"replicas compare policies by repr(), and {chosen!r} has none of its own: make it a frozen dataclass")
     if environment and environment.spares:
         chosen = Spares(chosen, environment.spares, environment.replicas)
-    options = Options(microbatches, seed, reduction, chosen, nonfinite, buffers, hash_every, bucket_bytes, first_bucket_bytes)
+    options = Options(microbatches, seed, reduction, chosen, nonfinite, buffers, hash_every, bucket_bytes, first_bucket_bytes,
+                      checkpoint)
     rank, ranks = (environment.rank, environment.world_size) if environment else (int(os.environ.get("RANK", "0")),
                                                                                    int(os.environ.get("WORLD_SIZE", "1")))
     backend = backend or os.environ.get("RECOVER_BACKEND") or "tcp"
@@ -163,6 +169,9 @@ class Run:
         self.evaluation: dict[str, float] = {}          # the newest
         self._steps = 0
         self._loaders: list[Loader] = []
+        self.data_sets: list[list[int]] = []            # length and batch size of each
+        self.keeping: Keeping | None = None
+        self._clock: float | None = None
         self._fault: Tensor | None = None
         self._step: Step | None = None
         self._started = self._ended = False
@@ -174,6 +183,7 @@ class Run:
         self._loss = float("nan")
         token = read_token(environment)
         run_id = environment.run_id if environment else f"solo-{os.environ.get('MASTER_PORT', os.getpid())}"
+        self.run_id, self.backend_name = run_id, backend
         self.record = events.open_log(environment.events if environment else None, run_id, self.replica, place.rank)
         self.record.emit(events.RUN_START, microbatches=options.microbatches, seed=options.seed, reduction=options.reduction,
                          replicas=environment.replicas if environment else 1, ranks_per_replica=place.ranks,
@@ -259,6 +269,7 @@ class Run:
         self.sums.attach(Evaluator(evaluation, self.options.microbatches, self.options.seed, self.managed.models))
 
     def _sampler(self, dataset: MapDataset, batch_size: int) -> Sampler:
+        self.data_sets.append([len(dataset), batch_size])
         return Sampler(len(dataset), self.options.seed, self.options.microbatches, batch_size,
                        self.place.data_rank, self.place.data_size)
 
@@ -306,8 +317,11 @@ class Run:
 
     # -- the loop ---------------------------------------------------------------------------------------------------
     def steps(self, count: int) -> Iterator[Step]:
-        """Steps 0 to `count` - 1. Raises JoinRefused, Evicted, Stopped, NotFinite, RuntimeError for a wrong loop, and Left
-        when the run goes on without this replica or ends early (see `leave`)."""
+        """Steps 0 to `count` - 1; after a resume, from the checkpoint's on.
+
+        Raises JoinRefused, Evicted, Stopped, NotFinite, CheckpointDamaged, RuntimeError for a wrong loop, and Left when the
+        run goes on without this replica or ends early (see `leave`).
+        """
         if not hasattr(self, "managed"):
             raise RuntimeError("call run.manage(model, optimizer) before run.steps")
         if self._started:
@@ -324,6 +338,8 @@ class Run:
                     break
                 assert isinstance(request, ask.Begin), request
                 self._step = step = Step(self, request.step)
+                if self.keeping is not None:
+                    self.keeping.announce()
                 if step.index == count:
                     self._evaluate_last(step)
                     continue
@@ -348,7 +364,11 @@ class Run:
         floor, below = (self.environment.min_replicas, self.environment.below) if self.environment else (0, "wait")
         job = Job(self.options.microbatches, count + (evaluator is not None), self.options.policy, floor, below)
         position = Position(job, self.replica, self.place.rank, self.sums.count, first=True)
-        script = [f"{count} steps", "no evaluation" if evaluator is None else evaluator.signature()]
+        wanted = self.options.checkpoint
+        if wanted is not None:
+            self.keeping = Keeping(self, wanted, self.engine, count)
+        script = [f"{count} steps", "no evaluation" if evaluator is None else evaluator.signature(),
+                  "no checkpoints" if wanted is None else wanted.rhythm()]
         self.engine.start(position, self.options.microbatches if self.options.policy.constant else None, script)
         self.member.start()
         self.member.wait_view(NO_VIEW, self.timeouts.formation)
@@ -366,6 +386,7 @@ class Run:
             step.evaluation = self.evaluation = whole.scores
         if step.index == self._steps:
             return
+        self._clock = whole.metrics.pop(CLOCK, None)
         step.loss, step.metrics, self._loss = whole.loss, whole.metrics, whole.loss
         self._name_buffers(whole.written)
         hashed = self.options.hash_every and (step.index + 1) % self.options.hash_every == 0
@@ -378,7 +399,9 @@ class Run:
             self._not_finite(step, f"step {step.index}: {whole.nonfinite}")
 
     def score(self, step: int, indices: Sequence[int]) -> None:
-        """(Step.) The evaluation's part that these microbatches bring along."""
+        """(Step.) The evaluation's part that these microbatches bring along; and the time, with microbatch 0."""
+        if self.options.checkpoint is not None and self.options.checkpoint.minutes is not None and 0 in indices:
+            self.sums.metrics.add(0, CLOCK, time.time())
         evaluator = self.sums.evaluator
         if evaluator is not None and evaluator.evaluation.due(step, self._steps):
             self.engine.activity.turn("evaluate")
@@ -406,12 +429,25 @@ class Run:
     def _updated(self, step: Step) -> None:
         """The script's update of the step is done."""
         self.engine.injector.at("between", step.index)
+        digest = ""
         if self.options.hash_every and (step.index + 1) % self.options.hash_every == 0:
             digest = self.hash()
             self.engine.publisher.complete(step.index, digest)
             parts = "".join(self.engine.agreed("hash", digest))
             short = hashlib.sha256(parts.encode()).hexdigest()[:16]
             self.engine.position.digest = f"{step.index}:{short}"           # goes with the next fence: compared by all (I5)
+        if self.keeping is not None:
+            self.keeping.updated(step.index, digest, self._clock)
+
+    def save(self) -> None:
+        """A checkpoint after the step at hand, whatever was chosen at `join`; the run waits for it before the next step.
+
+        Call it in the loop over steps, in the scripts of all replicas (or where `run.is_leader`), on all ranks of one.
+        Raises RuntimeError.
+        """
+        if self.keeping is None:
+            raise RuntimeError("run.save belongs into the loop over run.steps, and needs recover.join(checkpoint=...)")
+        self.keeping.saver.asked = True
 
     def hash(self) -> str:
         """SHA-256 over parameters, buffers, optimizer state and everything else that training depends on."""
@@ -507,6 +543,11 @@ class Run:
         last = None if position.step is None else min(position.step, self._steps) - 1
         if status == "finished":
             self.engine.publisher.publish(position.job.steps)
+            if self.keeping is not None:
+                self.keeping.announce()
+                self.keeping.saver.settle()
+        elif self.keeping is not None:
+            self.keeping.saver.drop("the replica ended")
         self.record.emit(events.RUN_END, status=status, last_step=last, final_loss=None if math.isnan(self._loss) else self._loss,
                          state_hash=self.hash() if status == "finished" else None, members=position.view.members,
                          message=message, view=position.view.id, step=last)
