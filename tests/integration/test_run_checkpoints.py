@@ -13,6 +13,7 @@ from harness import cluster, fault, run
 from run_checks import healthy
 
 from recover import events
+from recover.errors import LEFT
 from recover.report.audit import audit
 from recover.training.checkpoint import found, load
 
@@ -210,6 +211,24 @@ def test_asked_for(tmp_path, kept):
     result = run(tmp_path, TRAIN, 2, settings=settings(kept, 7, None, more={"save": [2, 4]}))
     assert steps_in(kept) == [7, 5, 3]
     assert [line.attributes["steps"] for line in result.ranks[0].events(events.CHECKPOINT_SAVED)] == [3, 5]
+
+
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_a_job_that_is_told_to_go_loses_nothing(tmp_path, kept, reference, replicas):
+    """SIGTERM to all: they end after the same step and save it, though no checkpoint is due; the job goes on from there."""
+    wanted = settings(kept, every=1000)
+    with cluster(tmp_path, TRAIN, 2, settings=wanted | {"linger": 0.03}) as made:
+        made.until(lambda: any(said["step"] == 2 for said in made.said(1, "microbatch")), "step 2 is under way")
+        for replica in range(2):
+            made.signal(replica, signal.SIGTERM)
+        made.wait()
+        first = made.collect()
+    assert [rank.code for rank in first.ranks.values()] == [LEFT] * 2, first.show()
+    done = first.ranks[0].end["last_step"] + 1
+    assert steps_in(kept) == [done]
+    second = run(tmp_path, TRAIN, replicas, settings=wanted)
+    assert resumed(second) == done
+    assert second.hash == reference.hash
 
 
 def test_by_the_clock(tmp_path, kept):

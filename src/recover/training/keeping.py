@@ -1,6 +1,7 @@
 """A run's checkpoints, as the run sees them: what is compared at a resume, and what happens between two steps."""
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from recover import events
@@ -46,6 +47,16 @@ class Keeping:
         resume, position = self.resume, self.engine.position
         self.run.record.emit(events.RUN_RESUMED, view=position.view.id, step=resume.start, steps=resume.start,
                              attempt=resume.attempt, state_hash=resume.hash or None)
+
+    def ended(self, step: int, members: Collection[int]) -> None:
+        """The whole job ends before `step`, alike on all: one more checkpoint, by the lowest replica."""
+        self.saver.settle()
+        if step <= self.resume.start or self.run.replica != min(members):
+            return
+        self.saver.begin(step, lambda: taken(self.run.managed, self.run.sums.store, self.engine.lessons, ""))
+        self.saver.fenced(step - 1)
+        if all(self.engine.agreed("fenced", True)):
+            self.saver.settle()
 
     def updated(self, step: int, digest: str, clock: float | None) -> None:
         """The update of `step` is done; `digest`: the hash after it, or "". """

@@ -298,8 +298,8 @@ class Run:
 
     def on_preempted(self, hook: Hook) -> None:
         """Call `hook(step)` in every rank when the whole job has to end early: all replicas were told to go, or too few are
-        left. All parameters and optimizers are then as they are before `step`, alike on all replicas. Nobody is waited for
-        longer than the scheduler waits for this process."""
+        left. All parameters and optimizers are then as they are before `step`, alike on all replicas, and a checkpoint was
+        written if `join` was given `checkpoint`. Nobody is waited for longer than the scheduler waits for this process."""
         self._hooks.append(hook)
 
     def gone(self) -> Left:
@@ -309,6 +309,8 @@ class Run:
         if position.ending:
             self.engine.part(self.timeouts.heartbeat * 2)
             with self.pause("preempted"):
+                if self.keeping is not None:
+                    self.keeping.ended(position.step or 0, position.view.members)
                 for hook in self._hooks:
                     hook(position.step or 0)
         log.warning("replica %d: %s", self.replica, reason)
