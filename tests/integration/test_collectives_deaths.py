@@ -197,7 +197,7 @@ def test_cut_off(name, inject):
             if me == 1 and inject:
                 group.sever()
             # what others had sent before the cut may still complete the first; the second needs an answer to it
-            return any([outcome(group.gather(op, b"")) for op in (2, 3)])
+            return any(outcome(group.gather(op, b"")) for op in (2, 3))
         assert cluster.each(body) == dict.fromkeys(range(3), inject)
         cluster.form()
         sums_are_right(cluster)
