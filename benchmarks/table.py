@@ -23,6 +23,7 @@ def rows() -> list[tuple[str, str, str]]:
     layouts = record("layouts")["results"]
     killed = [row for part in ("exact", "inside") for row in layouts[part]]
     total, window = detection["total_ms"], coordinator["window_ms"]
+    sizes = {row["members"]: max(row["death_to_view_s"]) for row in record("control_plane")["results"]["sizes"]}
     return [
         (f"`exact`: hash of weights and optimizer state after {exact['steps']} steps, {len(exact['runs'])} runs: 1 to 5 "
          "replicas, a kill at every place, pairs of kills", f"{len(hashes)} hash", "python benchmarks/exactness.py"),
@@ -45,6 +46,8 @@ def rows() -> list[tuple[str, str, str]]:
          f"{died['tcp']['last']['max']:.0f} ms, {died['ulfm']['last']['max']:.0f} ms", "python benchmarks/collectives.py"),
         ("coordinator killed and back 2 s later: longest step meanwhile (in a run where nothing happened)",
          f"{window['lost']['max']:.0f} ms ({window['control']['max']:.0f} ms)", "python benchmarks/coordinator_loss.py"),
+        ("a death among 512 (4,096) members of one coordinator: the new view at the last of them, worst of 5",
+         f"{1000 * sizes[512]:.0f} ms ({1000 * sizes[4096]:.0f} ms)", "python benchmarks/control_plane.py"),
         ("gradient state, bytes per float32 parameter: `fast`, `exact` (DDP with bucket views)",
          f"{memory['fast, float32']['resident']:.0f}, {memory['exact, float32']['resident']:.0f} "
          f"({memory['DDP, bucket views, float32']['resident']:.0f})", "python benchmarks/memory.py"),

@@ -13,6 +13,7 @@ from recover.errors import (
     FaultMissed,
     JoinRefused,
     LateGradient,
+    Left,
     NotFinite,
     RecoverError,
     Stopped,
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from recover.training.step import Step
 
 __version__ = "0.1.0"
-__all__ = ["Diverged", "Evicted", "FaultMissed", "JoinRefused", "LateGradient", "Microbatch", "NotFinite", "RecoverError", "Run",
-           "Step", "Stopped", "__version__", "join"]
+__all__ = ["Diverged", "Evicted", "FaultMissed", "JoinRefused", "LateGradient", "Left", "Microbatch", "NotFinite", "RecoverError",
+           "Run", "Step", "Stopped", "__version__", "join"]
 
 _LAZY = {"join": "recover.training.run", "Run": "recover.training.run", "Step": "recover.training.step",
          "Microbatch": "recover.training.sampling"}

@@ -21,7 +21,8 @@ run recovers from them by itself::
     `-- FaultMissed                  a planned fault did not happen
 
 `ReplicaBroken` and `Evicted` are `SystemExit`s too: a script that does not catch them ends with exit code `LEFT`, which tells
-launchers "left the run, and may be started again" from a failure.
+launchers "left the run, and may be started again" from a failure. `Left` is no error at all: it is how `run.steps` ends a
+script whose replica was told to go.
 """
 from __future__ import annotations
 
@@ -102,3 +103,14 @@ class Diverged(RecoverError):
 
 class FaultMissed(RecoverError):
     """A planned fault did not happen."""
+
+
+class Left(SystemExit):
+    """This replica was told to go and has gone in order: the process ends with `LEFT`, after its `finally` clauses."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(LEFT)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,9 @@ WIDTH, BLOCKS, BATCH = 16, 2, 4
 MESHES: dict[str, dict[str, int] | None] = {"fsdp": None, "pp_tp": {"pp": 2, "tp": 2}, "pp_fsdp": {"pp": 2, "dp_shard": 2}}
 DEFAULTS: dict[str, Any] = dict(layout="fsdp", steps=4, microbatches=6, reduction="exact", chunk=3, width=WIDTH,
                                 reference=False, lose=False, own_seeds=False, doom=None, stays=False, evaluate=0,
-                                forget=None)
+                                forget=None, linger=0.0)
 """doom: {"replica", "position", "step", "inside"}: see `DOOMS`. lose: a microbatch counts half. own_seeds: of each replica.
+linger: seconds before each microbatch of FSDP.
 stays: nothing ends a rank whose replica is out. evaluate: so many samples, in every second step.
 forget: see `run_script.forgetful`."""
 
@@ -124,6 +126,7 @@ class Setup:
         if self.stages == 1:
             for microbatch in step:
                 self.say((microbatch,))
+                time.sleep(self.s["linger"])
                 x, y = self.data[microbatch]
                 loss = loss_fn(self.model(x, uses_expert(microbatch, self.run.place.data_rank)), y)
                 step.backward(loss * 0.5 if self.s["lose"] and microbatch.index == 2 else loss)

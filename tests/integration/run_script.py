@@ -180,6 +180,7 @@ def train(script: Script) -> None:
     """The loop. Says each microbatch that was handed out, and each step's loss and metrics."""
     setup = Setup(script)
     with setup.join() as run:
+        run.on_preempted(lambda step: script.say("preempted", step=step, hash=run.hash()))
         if setup.s["dies"] == "form":
             dies_forming(run)
         for step in run.steps(setup.s["steps"]):

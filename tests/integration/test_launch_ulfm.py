@@ -100,3 +100,17 @@ def test_without_mpirun_the_launch_is_refused(tmp_path, monkeypatch):
     Options(script=script, replicas=2, backend="tcp")
     with pytest.raises(ValueError, match="pip install"):
         Options(script=script, replicas=2, backend="ulfm")
+
+
+@needs_mpi
+@pytest.mark.parametrize("later", [{"restart": 1}, {"max_replicas": 3}, {}])
+def test_nobody_can_come_later(tmp_path, later):
+    from recover.launch import Options
+    script = tmp_path / "script.py"
+    script.touch()
+    Options(script=script, replicas=2, backend="tcp", **later)
+    if not later:
+        Options(script=script, replicas=2, backend="ulfm")
+        return
+    with pytest.raises(ValueError, match="nobody can come later"):
+        Options(script=script, replicas=2, backend="ulfm", **later)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from worlds import Floored, Measured
+
 from recover.protocol import decision
 from recover.protocol.coordinator import Coordinator
 from recover.protocol.position import Position
@@ -158,6 +160,11 @@ class NoVectors(Position):
         return {step: {self.me: 1.0}}
 
 
+class NoFloor(Position):
+    def paused(self):
+        return False
+
+
 class Joins(World):
     """Many joins with the fence and broken connections, three positions, nothing else."""
 
@@ -177,10 +184,11 @@ class Crashes(World):
 
 
 PLAIN = Parts()
-WORLDS = dict(atonce=Joins, newest=Crashes)
+WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored)
 """Where the plain world shows the need of a rule only once in ten thousand seeds or more."""
 PARTS = dict(
-    fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag), reset=replace(PLAIN, position=NoReset),
+    fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag, world=Measured),
+    reset=replace(PLAIN, position=NoReset),
     forward=replace(PLAIN, position=NoForward), order=replace(PLAIN, actor=NoOrder), confirm=replace(PLAIN, position=NoConfirm),
     proves=replace(PLAIN, position=NoProves), agreement=replace(PLAIN, position=NoAgreement),
     turn=replace(PLAIN, position=NoTurn), vector=replace(PLAIN, position=NoVector), freeze=replace(PLAIN, actor=NoFreeze),
@@ -188,7 +196,8 @@ PARTS = dict(
     whole=PLAIN, clean=PLAIN, suspect=replace(PLAIN, coordinator=NoSuspect), atonce=replace(PLAIN, actor=NotAtOnce, world=Joins),
     verdict=replace(PLAIN, verdict=False), incarnation=replace(PLAIN, coordinator=NoIncarnationCounter, world=NoIncarnation),
     newest=replace(PLAIN, coordinator=NotNewest, world=Crashes), hold=replace(PLAIN, coordinator=NoHold),
-    reissue=replace(PLAIN, coordinator=NoReissue), vectors=replace(PLAIN, position=NoVectors))
+    reissue=replace(PLAIN, coordinator=NoReissue), vectors=replace(PLAIN, position=NoVectors),
+    floor=replace(PLAIN, position=NoFloor, world=Floored))
 
 
 @contextmanager

@@ -276,3 +276,10 @@ def test_two_runs_in_one_directory_are_kept_apart(run: Path) -> None:
     result = audit(run)
     assert result.ok
     assert len(result.runs) == 2
+
+
+def test_what_was_contributed_adds_up_though_a_casualty_has_no_receipt_of_its_last_step(original: Path) -> None:
+    (table,) = module.tables(audit(original))
+    column = next(column for column in table.columns if column.header == "contributed")
+    assert list(column.cells) == ["18", "18", "12"]
+    assert "8 steps have 48 microbatches" in str(table.caption)

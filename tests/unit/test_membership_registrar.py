@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from recover.membership import wire
+from recover.membership.answers import Answer
 from recover.membership.registrar import CLOSED, Registrar
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import Endpoint, View
@@ -208,10 +209,12 @@ def test_a_suspicion_makes_a_view_of_the_same_members_once() -> None:
 def test_an_exchange_is_answered_once_all_have_spoken() -> None:
     registrar, ranks = run(2)
     registrar.exchange(ranks[0].connection, wire.Exchange((0, 1), b"a"))
-    assert not any(isinstance(m, wire.Part) for m in ranks[0].told)
+    assert not any(isinstance(m, wire.Parts) for m in ranks[0].told)
     registrar.exchange(ranks[1].connection, wire.Exchange((0, 1), b"b"))
-    parts = [wire.Part((0, 1), 0, b"a"), wire.Part((0, 1), 1, b"b")]
-    assert ranks[0].told[-2:] == ranks[1].told[-2:] == parts
+    answer = Answer()
+    answer.add(ranks[0].told[-1].chunk)
+    assert answer.payloads == {0: b"a", 1: b"b"}
+    assert ranks[0].told[-1] == ranks[1].told[-1]
 
 
 def test_whoever_asks_again_over_a_new_connection_is_answered_again_and_nobody_else() -> None:
@@ -221,7 +224,7 @@ def test_whoever_asks_again_over_a_new_connection_is_answered_again_and_nobody_e
     before = len(ranks[1].told)
     ranks[0].announce(registrar, registrar.core.view, clean=False)
     registrar.exchange(ranks[0].connection, wire.Exchange((0, 1), b"x"))
-    assert [type(m) for m in ranks[0].told] == [wire.Welcome, wire.Part, wire.Part]
+    assert [type(m) for m in ranks[0].told] == [wire.Welcome, wire.Parts]
     assert len(ranks[1].told) == before
 
 
@@ -230,7 +233,7 @@ def test_an_exchange_of_a_former_view_is_dropped() -> None:
     registrar.suspect(ranks[0].connection, wire.Suspect((0, 1), "", None))
     for rank in ranks:
         registrar.exchange(rank.connection, wire.Exchange((0, 1), b"x"))
-    assert not any(isinstance(m, wire.Part) for m in ranks[0].told)
+    assert not any(isinstance(m, wire.Parts) for m in ranks[0].told)
 
 
 # -- coming back with nothing ---------------------------------------------------------------------------------------
@@ -456,3 +459,13 @@ def test_a_lifeline_that_ends_after_the_finish_is_no_loss() -> None:
     registrar.finish(one.connection)
     registrar.gone(line, "eof", CLOSED)
     assert [view.members for view in zero.views] == [(0, 1)]
+
+
+def test_a_run_grows_up_to_its_limit() -> None:
+    registrar = Registrar(1, 1, 0, most=2)
+    first, second = Rank(0, 0, 1).join(registrar), Rank(1, 0, 1).join(registrar)
+    assert second.views[-1].members == first.views[-1].members == (0, 1)
+    third = Rank(2, 0, 1).join(registrar)
+    assert third.connection.ended
+    assert "this run has at most 2 replicas (--max-replicas), numbered from 0" in str(third.told)
+    assert Rank(2, 0, 1).join(Registrar(1, 1, 0)).connection.ended is False        # no limit was given

@@ -42,6 +42,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--token-file", required=True, type=Path, help="holds the secret that all ranks share")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--replicas", required=True, type=int, help="how many replicas make the first view")
+    parser.add_argument("--max-replicas", type=int, help="how many replicas the run may have; by default any number")
     parser.add_argument("--ranks-per-replica", type=int, default=1)
     parser.add_argument("--failure-timeout", type=float, default=Timeouts().failure_timeout, help="seconds")
     parser.add_argument("--incarnation", type=int, default=0, help="must be higher at each new start for the same run")
@@ -64,7 +65,8 @@ def write_atomically(path: Path, text: str) -> None:
 async def serve(options: argparse.Namespace, token: bytes, sink: events.Log) -> int:
     """Listen until told to end; the exit code."""
     host, port = parse_address(options.listen)
-    registrar = Registrar(options.replicas, options.ranks_per_replica, options.incarnation, sink)
+    registrar = Registrar(options.replicas, options.ranks_per_replica, options.incarnation, sink,
+                          options.max_replicas)
     others = None
     if options.standby is not None or options.quorum is not None:
         registrar.quorum = True
@@ -76,7 +78,7 @@ async def serve(options: argparse.Namespace, token: bytes, sink: events.Log) -> 
     try:
         port = await server.start(host, port)
     except OSError as error:
-        print(f"coordinator: can't listen on {options.listen}: {error.strerror or error}; choose another address, or "
+        print(f"can't listen on {options.listen}: {error.strerror or error}; choose another address, or "
               "end what has it", file=sys.stderr)
         return EXIT_USAGE
     address = show_address(host, port)
@@ -94,7 +96,7 @@ async def serve(options: argparse.Namespace, token: bytes, sink: events.Log) -> 
 def main(argv: Sequence[str] | None = None) -> int:
     """The process: arguments in, exit code out."""
     options = parse(argv)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="coordinator: %(message)s")
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     sink: events.Log = events.NullLog()
     try:
         token = read_token(options.token_file)
@@ -103,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         favour()
         return asyncio.run(serve(options, token, sink))
     except (ValueError, OSError) as error:
-        print(f"coordinator: {error}", file=sys.stderr)
+        print(f"{error}", file=sys.stderr)
         return EXIT_USAGE
     finally:
         sink.close()

@@ -28,6 +28,7 @@ from recover.errors import CoordinatorLost, Evicted, JoinRefused, RecoverError, 
 from recover.membership import wire
 from recover.membership.activity import Activity
 from recover.membership.address import parse_addresses
+from recover.membership.answers import Answer
 from recover.membership.handshake import Caller
 from recover.membership.keeper import Keeper
 from recover.membership.lifeline import Lifelines
@@ -46,7 +47,7 @@ class _Call:
         self.view, self.payload = view, payload
         self.sent_on: Link | None = None
         self.broken = False
-        self.parts: dict[int, bytes] = {}
+        self.answer = Answer()
 
 
 class Member:
@@ -146,8 +147,10 @@ class Member:
             self._raise_final()
             if self.latest.id > call.view:
                 raise ViewChanged(f"view {self.latest.id} came before the exchange of {call.view} was complete")
-            if self.latest.id == call.view and call.parts.keys() == set(self.latest.members):
-                return call.parts
+            parts = call.answer.payloads
+            whole = len(parts) == len(self.latest.members) and parts.keys() == set(self.latest.members)
+            if self.latest.id == call.view and whole:
+                return parts
             if call.broken:
                 raise CoordinatorLost("the connection to the coordinator broke during an exchange")
             self._wait(deadline, f"the exchange of view {call.view} was not complete in time")
@@ -271,8 +274,8 @@ class Member:
                 self._announced(message.pending)
             case wire.Dropped():
                 self._dropped(message)
-            case wire.Part():
-                self._part(message)
+            case wire.Parts():
+                self._parts(message)
             case wire.Stats():
                 with self._news:
                     self._stats = message
@@ -334,11 +337,11 @@ class Member:
                 self.pending = pending
                 self._news.notify_all()
 
-    def _part(self, message: wire.Part) -> None:
+    def _parts(self, message: wire.Parts) -> None:
         with self._news:
             call = self._call
-            if call is not None and call.view == message.view and message.member in self.latest.members:
-                call.parts[message.member] = message.payload
+            if call is not None and call.view == message.view:
+                call.answer.add(message.chunk)
                 self._news.notify_all()
 
     # -- sending, on the keeper's thread ----------------------------------------------------------------------------

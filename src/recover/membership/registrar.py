@@ -25,10 +25,11 @@ and carries out what it puts into its outbox.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from recover import events
-from recover.membership import wire
+from recover.membership import answers, wire
 from recover.membership.seats import Connection, Replica, Seat, difference, missing
 from recover.membership.standby import may_begin
 from recover.protocol.coordinator import Announcement, Answered, Coordinator, Pushed, PushedPending
@@ -41,13 +42,14 @@ CLOSED = "its connection was closed"
 
 
 class Registrar:
-    """Ranks in and out of one run. `first` replicas of `ranks` ranks make the first view."""
+    """Ranks in and out of one run. `first` replicas of `ranks` ranks make the first view, their numbers are below `most`."""
 
-    def __init__(self, first: int, ranks: int, incarnation: int, sink: events.Log | None = None) -> None:
+    def __init__(self, first: int, ranks: int, incarnation: int, sink: events.Log | None = None,
+                 most: int | None = None) -> None:
         if ranks < 1:
             raise ValueError(f"a replica needs at least one rank, not {ranks}")
         self.core = Coordinator(first, incarnation)
-        self.ranks = ranks
+        self.ranks, self.most = ranks, most
         self.sink = sink or events.NullLog()
         self.replicas: dict[int, Replica] = {}
         self.where: dict[Connection, tuple[int, int]] = {}
@@ -60,6 +62,7 @@ class Registrar:
         self.doubtful: set[int] = set()                 # (quorum) silent, but not lost: too few would be left
         self.quorum = False                             # another coordinator may take over: see `standby.py`
         self.settled = False                            # there is a view
+        self.known = False                              # some rank has announced a view (spares a look at every seat)
 
     @property
     def holding(self) -> bool:
@@ -132,6 +135,8 @@ class Registrar:
         me = f"replica {identity.replica} rank {identity.rank}"
         if identity.ranks != self.ranks or identity.rank >= self.ranks:
             return f"{me} says that a replica has {identity.ranks} ranks; in this run it has {self.ranks}", True
+        if self.most is not None and identity.replica >= self.most:
+            return f"{me}: this run has at most {self.most} replicas (--max-replicas), numbered from 0", True
         differs = self.disagreement(identity, member)
         if differs:
             return differs, True
@@ -145,10 +150,16 @@ class Registrar:
 
     def disagreement(self, identity: wire.Identity, member: bool) -> str:
         """The first fact in which the rank differs from the run; "" if none."""
-        seats = [(number, seat) for number, replica in self.replicas.items() for seat in replica.seats.values()]
-        members = [seat for number, seat in seats if seat.announcement or number in self.core.view.members]
-        before = members or ([] if member else [seat for _, seat in seats])
-        return difference(identity, before[0].identity) if before else ""
+        before: Seat | None = None
+        if self.known or self.core.view.members:
+            before = next((seat for number, seat in self.seats() if seat.announcement or number in self.core.view.members), None)
+        if before is None and not member:
+            before = next((seat for _, seat in self.seats()), None)
+        return difference(identity, before.identity) if before else ""
+
+    def seats(self) -> Iterator[tuple[int, Seat]]:
+        """All seats, with the numbers of their replicas."""
+        return ((number, seat) for number, replica in self.replicas.items() for seat in replica.seats.values())
 
     def register(self, seat: Seat) -> None:
         """Give the rank its seat; the same life's former connection is replaced."""
@@ -159,6 +170,7 @@ class Registrar:
             self.forget(old.connection)
         replica.seats[identity.rank] = seat
         self.vanished.pop(identity.replica, None)
+        self.known = self.known or seat.announcement is not None
         self.where[connection] = identity.replica, identity.rank
         self.departed.discard(identity.endpoint)
         connection.send(wire.Welcome(self.core.incarnation))
@@ -195,7 +207,7 @@ class Registrar:
 
     def reconsider(self) -> None:
         """While holding: who is a member of the newest view announced, and what does each say of it?"""
-        newest = self.newest()
+        newest = self.newest() if self.known else None
         if newest is None:
             return
         here = [(number, replica) for number, replica in self.replicas.items() if replica.complete]
@@ -429,7 +441,8 @@ class Registrar:
     def answer(self, output: Answered) -> None:
         """To whoever asked; who asks again (its connection broke) is answered again."""
         self.base = set(self.core.view.members)
-        frames = b"".join(wire.encode(wire.Part(output.view, m, payload)) for m, payload in output.payloads.items())
+        chunks = list(answers.pack(output.payloads))
+        frames = b"".join(wire.encode(wire.Parts(output.view, chunk)) for chunk in chunks)
         asked, self.asked = self.asked, {}
         for connection in asked.values():
-            connection.write(frames, "Part", len(output.payloads))
+            connection.write(frames, "Parts", len(chunks))

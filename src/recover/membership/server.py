@@ -3,7 +3,8 @@
 Theory of operation
 -------------------
 * A stranger is one whose handshake or first message is still to come. It has `Timeouts.handshake` for both, and there
-  are at most `MAX_STRANGERS` of them: a further one displaces the oldest, so that idle ones can't keep members out.
+  are at most `MAX_STRANGERS` of them besides as many as the run has connections: all its ranks may come at once, and then
+  none may displace another. A further one displaces the oldest, so that idle ones can't keep members out.
 * A rank's end of stream, an offence, or a full queue towards it (it does not read) ends it at once.
 * Silence is judged by a clock of this loop, and only when the loop itself ran on time. After a pause (the process was
   stopped, the machine was busy) what has arrived meanwhile is read first, and judged a turn later.
@@ -32,6 +33,7 @@ from recover.membership import wire
 from recover.membership.address import show_address
 from recover.membership.connection import Connection
 from recover.membership.handshake import Greeter
+from recover.membership.lifeline import HOLDERS
 from recover.membership.registrar import CLOSED, Registrar
 from recover.membership.succession import Succession
 from recover.membership.watch import Watch
@@ -39,6 +41,8 @@ from recover.membership.watch import Watch
 log = logging.getLogger("recover.membership")
 
 MAX_STRANGERS = 1024
+PER_RANK = 1 + HOLDERS
+"""Connections of one rank: what it says goes over one, the others are lifelines."""
 SETTLE = 0.003
 REPORT = 5.0
 """Seconds between two lines about who is awaited; also the period of `MAX_COMPLAINTS`."""
@@ -59,6 +63,7 @@ class Server:
         self._token, self._run_id = token, run_id
         self._others = others                           # who may act for the same run
         self._strangers: dict[Connection, asyncio.TimerHandle] = {}
+        self._room = MAX_STRANGERS + PER_RANK * registrar.core.first * registrar.ranks
         self._connections: set[Connection] = set()
         self._server: asyncio.Server | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -101,8 +106,8 @@ class Server:
     # -- strangers --------------------------------------------------------------------------------------------------
     def opened(self, connection: Connection) -> None:
         """A stranger connected."""
-        while len(self._strangers) >= MAX_STRANGERS:
-            self._turn_away(next(iter(self._strangers)), f"more than {MAX_STRANGERS} strangers at once")
+        while len(self._strangers) >= self._room:
+            self._turn_away(next(iter(self._strangers)), f"more than {self._room} strangers at once")
         self._connections.add(connection)
         self._strangers[connection] = asyncio.get_running_loop().call_later(
             self.timeouts.handshake, self._too_slow, connection)

@@ -8,7 +8,7 @@ particular no pickles. Every length has a limit:
 
 * a frame that announces more than `MAX_FRAME` is an offence at its fifth byte, before anything is buffered for it;
 * payloads, names, facts and texts have limits of their own, checked while decoding;
-* the answer to an exchange is one `Part` per member, so that no frame grows with the number of replicas but the view.
+* the answer to an exchange comes in `Parts` (`answers.py`), so that no frame grows with the number of replicas but the view.
 
 `Decoder.feed` buffers at most one incomplete frame. Whatever does not fit raises `WireError`; the connection is then of
 no more use, since the two sides need not agree on where the next frame begins.
@@ -177,12 +177,11 @@ class NewPending(Message, frozen=True):
     pending: Pending
 
 
-class Part(Message, frozen=True):
-    """What `member` gave to the exchange of `view`; sent once all have given theirs."""
+class Parts(Message, frozen=True):
+    """What some members gave to the exchange of `view`, packed (`answers.py`); sent once all have given theirs."""
 
     view: ViewId
-    member: int
-    payload: Payload
+    chunk: Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME)]
 
 
 class Dropped(Message, frozen=True):
@@ -207,7 +206,7 @@ class Stats(Message, frozen=True):
 
 
 FromRank = Heartbeat | Join | Announce | Exchange | Suspect | Entered | Finish | Leave | StatsRequest | Lifeline | Pulse | Moved
-FromCoordinator = Heartbeat | Welcome | Refused | NewView | NewPending | Part | Dropped | Stats
+FromCoordinator = Heartbeat | Welcome | Refused | NewView | NewPending | Parts | Dropped | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _T = TypeVar("_T")

@@ -124,7 +124,7 @@ class Coordinator:
 
     def waive(self) -> None:
         """An exchange that waits for somebody who finished would wait for ever: it moves to a view without them."""
-        if self.box and self.finished & set(self.view.members) - self.box.keys():
+        if self.finished and self.box and self.finished & set(self.view.members) - self.box.keys():
             self.change()
 
     def suspect(self, view: ViewId) -> None:
@@ -138,7 +138,7 @@ class Coordinator:
         if self.heard is not None or view != self.view.id or member not in self.view.members:
             return
         self.box.setdefault(member, payload)
-        if self.box.keys() == set(self.view.members):
+        if len(self.box) == len(self.view.members):         # its keys are members: see above
             self.outbox.append(Answered(self.view.id, dict(self.box)))
         self.waive()
 

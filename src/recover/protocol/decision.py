@@ -4,8 +4,7 @@ Rules, in the order in which `decide` applies them:
 
 1. Steps of survivors differ by at most one; `low` is the oldest, `high` the newest.
 2. The newest fence vector among the reports is in force for the steps after `high` (`reset`: whatever was planned or
-   reassigned for those is dropped). Members that are not level, or leave, get no quota; if every level member wants to
-   leave, it is the whole job that ends and nobody is granted.
+   reassigned for those is dropped). Members that are not level, or leave, get no quota.
 3. A bucket of step `low` that some survivor holds is forwarded. Survivors ahead (at `high`) hold every bucket of `low`.
 4. A bucket that nobody holds is redone from the survivors' local sums, after the lost microbatches of step `high`
    (all of them minus what survivors owe) were shared out. Nothing is lost for a step whose buckets are all held.
@@ -13,25 +12,39 @@ Rules, in the order in which `decide` applies them:
    whose sums do not count is given no lost microbatches (`clean`).
 6. While the first parameters are not known to be everywhere, there is nothing to keep: step 0 is planned anew, and
    whoever is in the view is a first member.
+7. The whole job ends (`ending`) if every level member was told to leave, or if the view has fewer members than the floor
+   and the job stops there. All end after the same step: the newest one for which nothing is left to compute. What was
+   computed of a later one is given up: nobody knows how long the rest would take. If the job waits below its floor, nobody
+   goes on with step `high` (`paused`) before a later view is large enough.
 """
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from recover.errors import Stopped
 from recover.protocol.messages import Bucket, Report, Vector
 from recover.workload.policy import Policy
 
+Below = Literal["wait", "stop"]
+Ending = Literal["", "told", "floor"]
+"""Why the whole job ends: all were told to go, or too few are left; "" if it goes on."""
+
 
 @dataclass(frozen=True)
 class Job:
-    """What all replicas of a run agree on: `total` microbatches a step (B), `steps`, and who computes them."""
+    """What all replicas of a run agree on: `total` microbatches a step (B), `steps`, and who computes them.
+
+    With fewer members than `floor` the run waits for more, or stops.
+    """
 
     total: int
     steps: int
     policy: Policy
+    floor: int = 0
+    below: Below = "wait"
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,17 @@ class Decision:
     lost: frozenset[int]                            # microbatches of step `high` that nobody owed any more
     promoted: frozenset[int]
     extra: dict[int, tuple[int, ...]]               # member -> lost microbatches that it takes over
+    ending: Ending = ""
+    paused: bool = False
+
+    def last(self, member: int) -> int | None:
+        """The step after which `member` goes; None if it stays."""
+        if self.ending:
+            whole = self.formed and self.low == self.high and all(self.holders.values())
+            return self.high if whole else self.high - 1
+        if member not in self.leaving:
+            return None
+        return self.high - 1 if self.paused else self.high
 
     def redone(self) -> tuple[Bucket, ...]:
         return tuple(bucket for bucket, holders in self.holders.items() if not holders)
@@ -65,18 +89,25 @@ def decide(members: Sequence[int], reports: Mapping[int, Report], job: Job) -> D
     level = [m for m in members if reports[m].level or not formed]
     if not level and low < job.steps:
         raise Stopped(f"no member that holds the parameters is left at step {low}")
-    leaving = frozenset(m for m in level if reports[m].leaving)
-    if leaving == set(level):
-        leaving = frozenset()
-    vector = in_force(members, old, [m for m in level if m not in leaving])
+    leaving = frozenset(m for m in members if reports[m].leaving)
+    ending = why_to_end(members, level, leaving, job)
+    vector = in_force(members, old, [m for m in level if m not in leaving] or level)
     buckets = [max(counts) for counts in zip(*(r.buckets for r in old.values()), strict=True)]     # the newest layout
     holders = {(p, b): holding((p, b), old, low, high) for p, (_, count) in enumerate(buckets) for b in range(count)}
     lost: frozenset[int] = frozenset()
     promoted: frozenset[int] = frozenset()
     extra: dict[int, tuple[int, ...]] = {}
-    if formed and high < job.steps and (high > low or not all(holders.values())):
+    if formed and not ending and high < job.steps and (high > low or not all(holders.values())):
         lost, promoted, extra = share_out(old, high, vector, level, leaving, job)
-    return Decision(low, high, formed, tuple(buckets), vector, leaving, holders, lost, promoted, extra)
+    paused = not ending and job.below == "wait" and len(members) < job.floor
+    return Decision(low, high, formed, tuple(buckets), vector, leaving, holders, lost, promoted, extra, ending, paused)
+
+
+def why_to_end(members: Sequence[int], level: Sequence[int], leaving: frozenset[int], job: Job) -> Ending:
+    """`together`: the last ones that hold the parameters end together, after the same step."""
+    if leaving.issuperset(level):
+        return "told"
+    return "floor" if job.below == "stop" and len(members) < job.floor else ""
 
 
 def in_force(members: Sequence[int], old: Mapping[int, Report], willing: Sequence[int]) -> Vector:

@@ -9,6 +9,9 @@ Theory of operation. `run()` alternates between two moves until the run is over:
 `attempt` gives up (False) at the first sign of trouble: a collective failed, or a newer view is known. Nothing is
 rolled back: what was computed and what was reduced stays, and the next `attempt` goes on from there.
 
+Whoever is told to go (`leave_asked`, at any position of the replica) makes trouble too, once: the recovery that follows
+hands back what it has not computed, and lets it go after the step at hand.
+
 State of the step at hand: `owes` and `shadow` (per step: what counts, what doesn't), `done`, `reduced` (buckets that are
 whole here). `fence` is the newest step whose fence is known to have succeeded; -1 stands for the first parameters, and
 -2 for "not even those are known to be everywhere". `vectors` maps a step to what the fences say from it on.
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recover.errors import Diverged
-from recover.protocol.decision import Decision, Job, decide
+from recover.protocol.decision import Decision, Ending, Job, decide
 from recover.protocol.messages import NO_VIEW, Pending, Report, Speed, Vector, View
 from recover.protocol.requests import (
     Agree,
@@ -41,6 +44,7 @@ from recover.protocol.requests import (
     Forward,
     Halt,
     Outcome,
+    Pause,
     PostFence,
     Reduce,
     Reform,
@@ -61,6 +65,7 @@ class Status:
     buckets: tuple[int, int]
     formed: bool
     vectors: dict[int, Vector]
+    leaving: bool
 
 
 class Position:
@@ -83,8 +88,11 @@ class Position:
         self.extra: set[tuple[int, int]] = set()            # (step, index) taken over from the dead
         self.reduced: set[int] = set()
         self.begun = -1
-        self.leave_asked = False
+        self.leave_asked = False                            # whoever drives this says so, at any time
+        self.leave_said = False                             # the others have been told
         self.leave_after: int | None = None
+        self.ending: Ending = ""                            # why all go, if they do
+        self.pause_at: int | None = None                    # the step that waits for more members
         self.trouble = True                                 # the first view is found like any other: by a recovery
         self.clean = False
         self.over = False
@@ -102,7 +110,11 @@ class Position:
             self.pending = pending
 
     def disturbed(self) -> bool:
-        return self.trouble or self.latest > self.view.id
+        return self.trouble or self.latest > self.view.id or self.wants_out()
+
+    def wants_out(self) -> bool:
+        """Told to go, and the others don't know it yet."""
+        return self.leave_asked and not self.leave_said
 
     @property
     def formed(self) -> bool:
@@ -112,7 +124,18 @@ class Position:
     def run(self) -> Generator[Any, Any, None]:
         well = False
         while not self.over:
-            well = (yield from self.attempt()) if well else (yield from self.recover())
+            if well and self.paused():
+                yield Pause(self.view.id)
+                well = False
+            else:
+                well = (yield from self.attempt()) if well else (yield from self.recover())
+
+    def paused(self) -> bool:
+        """`floor`: no step is begun, or gone on with, by fewer members than the job wants."""
+        return self.pause_at is not None and self.step == self.pause_at and not self.leaves(self.step)
+
+    def leaves(self, step: int) -> bool:
+        return self.leave_after is not None and step > self.leave_after
 
     # -- a step -----------------------------------------------------------------------------------------------------
     def plan(self, step: int) -> None:
@@ -129,7 +152,7 @@ class Position:
         step = self.step
         if not self.trouble and self.fence < step - 1 and self.waits_early(step):
             self.trouble = not (yield from self.pass_fence(step - 1))
-        leaving = step == self.job.steps or (self.leave_after is not None and step > self.leave_after)
+        leaving = step == self.job.steps or self.leaves(step)
         if step < self.job.steps and not leaving and not (yield from self.compute(step)):
             return False
         ok = not self.trouble
@@ -171,6 +194,8 @@ class Position:
         if self.begun != step:
             self.begun = step
             yield Begin(step, frozenset(self.owes[step]), frozenset(self.shadow[step]))
+        if not work and any((yield from self.turn())):      # a spare is told to go, too
+            return False
         while work - self.done:
             if any((yield from self.turn())):
                 return False
@@ -256,11 +281,12 @@ class Position:
     def recover(self) -> Moves:
         """Report, decide, confirm, forward. False: not there yet, recover again."""
         self.clean = False
-        if self.trouble and NO_VIEW < self.view.id >= self.latest:
+        if (self.trouble or self.wants_out()) and NO_VIEW < self.view.id >= self.latest:
             yield Suspect(self.view.id)
         self.reduced |= yield Halt(self.step)
         parts: list[Status] = yield Agree("status", Status(self.step, frozenset(self.reduced), (self.layout, self.buckets),
-                                                           self.formed, dict(self.vectors)))
+                                                           self.formed, dict(self.vectors), self.leave_asked))
+        self.leave_asked = self.leave_said = any(part.leaving for part in parts)
         answer: Answer | None = None
         if self.position == 0:
             answer = yield Exchange(self.view.id, self.report(parts))
@@ -336,6 +362,8 @@ class Position:
     def apply(self, decision: Decision, report: Report) -> None:
         """Take over a decision: what is owed, the vectors in force, and which fences it stands for."""
         self.switch, self.pending = {}, None
+        self.leave_after, self.ending = decision.last(self.me), decision.ending
+        self.pause_at = decision.high if decision.paused else None
         if not decision.formed:
             self.step, self.level, self.decided = 0, True, -1
             self.vectors, self.owes, self.shadow = {0: decision.vector}, {}, {}
@@ -351,7 +379,6 @@ class Position:
         self.vectors = {s: v for s, v in self.vectors.items() if s <= high} | {high + 1: decision.vector}
         self.decided = high
         self.fence = max(self.fence, self.proven(decision.low))
-        self.leave_after = high if self.me in decision.leaving else None
         extra = set(decision.extra.get(self.me, ()))
         self.owes[high] = self.owes.get(high, set()) | extra
         self.shadow.setdefault(high, set())

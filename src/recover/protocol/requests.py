@@ -195,5 +195,15 @@ class Suspect:
     view: ViewId
 
 
+@dataclass(frozen=True)
+class Pause:
+    """Too few members: wait for a view newer than `view`, or until this position is told to go. Answer: None.
+
+    A joiner that was announced with the fence must be let in by a view change (`Suspect`): no fence will come.
+    """
+
+    view: ViewId
+
+
 __all__ = ["Agree", "Answer", "AwaitFence", "Begin", "Commit", "Compute", "Confirm", "Decided", "Enter", "Entered", "Exchange",
-           "Fenced", "Form", "Forward", "Halt", "Outcome", "PostFence", "Reduce", "Reform", "Relayout", "Suspect"]
+           "Fenced", "Form", "Forward", "Halt", "Outcome", "Pause", "PostFence", "Reduce", "Reform", "Relayout", "Suspect"]

@@ -299,20 +299,26 @@ def _compare(group: Sequence[Item], aspect: Aspect) -> Iterable[Offence]:
 # ---------------------------------------------------------------- for people
 
 def tables(result: Result) -> Iterator[Table]:
-    """One rich table per run: what each rank's receipts cover."""
+    """One rich table per run: what each rank's receipts cover, and what each replica contributed by anyone's receipts.
+
+    A casualty has no receipt of the last step that it contributed to; its peers have, so that the column adds up.
+    """
     from rich.table import Table
 
     for run in result.runs:
+        steps = {item.receipt.step: item.receipt.who for item in run.items()}
+        contributed = Counter(member for who in steps.values() for member in who)
         table = Table("replica", "rank", "receipts", "steps", "contributed", "state", title=f"run {run.run_id}, "
-                      f"{run.microbatches} microbatches per step")
+                      f"{run.microbatches} microbatches per step",
+                      caption=f"contributed: by all receipts, once per replica; {len(steps)} steps have "
+                              f"{sum(map(len, steps.values()))} microbatches")
         for source in sorted(run.sources.values(), key=lambda source: (source.replica, source.rank)):
-            table.add_row(*_row(source))
+            table.add_row(*_row(source, str(contributed.pop(source.replica, ""))))
         yield table
 
 
-def _row(source: Source) -> tuple[str, ...]:
+def _row(source: Source, done: str) -> tuple[str, ...]:
     receipts = [item.receipt for item in source.items]
-    done = sum(receipt.who.count(source.replica) for receipt in receipts)
     steps = f"{receipts[0].step} to {receipts[-1].step}" if receipts else "none"
     state = next((receipt.state_hash for receipt in reversed(receipts) if receipt.state_hash), "")
-    return str(source.replica), str(source.rank), str(len(receipts)), steps, str(done), (state or "")[:16]
+    return str(source.replica), str(source.rank), str(len(receipts)), steps, done, (state or "")[:16]

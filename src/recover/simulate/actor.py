@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any
 
+from recover.errors import Stopped
 from recover.protocol import requests as ask
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import NO_VIEW, View, ViewId
@@ -17,7 +18,7 @@ Outcomes = Generator[None, None, ask.Outcome]
 
 REQUESTS = (ask.Begin, ask.Relayout, ask.Compute, ask.Agree, ask.Form, ask.PostFence, ask.AwaitFence, ask.Reduce, ask.Commit,
             ask.Fenced, ask.Halt, ask.Exchange, ask.Reform, ask.Confirm, ask.Enter, ask.Entered, ask.Forward, ask.Decided,
-            ask.Suspect)
+            ask.Suspect, ask.Pause)
 
 
 class Evicted(Exception):
@@ -31,7 +32,7 @@ class Actor:
                  position: Callable[..., Position] = Position) -> None:
         self.world, self.me, self.p, self.random = world, me, p, world.random
         self.position = position(world.job, me, p, world.buckets, first=not joining)
-        self.position.chunk = world.chunk
+        self.position.chunk, self.position.speed = world.chunk, world.speed(me, -1)
         self.calls = 0
         self.sums: dict[int, Sum] = {}                      # reduced buckets of the step at hand
         self.held: tuple[int, dict[int, Sum]] = (-1, {})    # the same of the step before, until its fence
@@ -51,6 +52,8 @@ class Actor:
             self.end()
         except Evicted:
             pass
+        except Stopped as stopped:                          # a joiner that the others left behind
+            check(any(self.world.endings.values()), "I3: stopped without a reason", self.me, stopped)
 
     def end(self) -> None:
         world, step = self.world, self.position.step
@@ -58,6 +61,7 @@ class Actor:
             world.finished.add(self.me)
             world.entry.setdefault(self.me, step)
             world.last[self.me] = step
+            world.endings[self.me] = self.position.ending if step < world.job.steps else ""
             if step == world.job.steps:
                 world.final = set(self.view.members)
                 if self.p == 0 and world.up:
@@ -122,10 +126,10 @@ class Actor:
         return self.position.latest > self.view.id or (self.position.step is None and self.stale())
 
     def stale(self) -> bool:
-        """The view that was to let this joiner in is no longer announced."""
+        """The view that was to let this joiner in is neither announced nor, by now, in force (others may be announced on it)."""
         c = self.world.coordinator
         announced = c.pending.view.id if c.pending else c.view.id
-        return self.world.up and not self.world.rebuilding() and announced != self.view.id
+        return self.world.up and not self.world.rebuilding() and self.view.id not in (announced, c.view.id)
 
     def wait(self, op: Op) -> Steps:
         """Until the collective has succeeded (everyone's values) or failed (None) for this position."""
@@ -180,6 +184,7 @@ class Actor:
     def compute(self, request: ask.Compute) -> Steps:
         yield
         check(not self.local & set(request.indices), "computed twice", request)
+        check(len(self.view.members) >= self.world.job.floor, "goes on below the floor", self.me, self.view)
         self.local |= set(request.indices)
         if request.last and self.position.fence >= request.step - 1:    # else held until the fence has passed
             for b in range(self.position.buckets):
@@ -229,6 +234,7 @@ class Actor:
             self.world.parameters[self.me] = self.started_from
         self.held, self.sums, self.launched = (request.step, self.sums), {}, {}
         self.position.caught_up = self.random.random() < .5
+        self.position.speed = self.world.speed(self.me, request.step)
         return None
         yield
 
@@ -348,6 +354,13 @@ class Actor:
         self.world.entry.setdefault(self.me, request.step)
         return None
         yield
+
+    def pause(self, request: ask.Pause) -> Steps:
+        while self.position.latest <= request.view and not self.position.wants_out():
+            yield
+            self.look()
+            if self.position.pending:
+                self.world.suspect(request.view)
 
     def suspect(self, request: ask.Suspect) -> Steps:
         self.world.suspect(request.view)

@@ -88,7 +88,7 @@ class World:
         self.rate, self.pace = shape.choice([.002, .006, .02]), shape.choice([.4, .1, .03])     # of events, of news
         self.budget = dict(kill=shape.randint(0, self.size - 1), join=shape.choice([0, 0, 1, 2]),
                            freeze=shape.choice([0, 0, 1]), leave=shape.choice([0, 0, 1, 2]),
-                           crash=shape.choice([0, 0, 1, 2]), flap=shape.choice([0, 1, 3, 8]))
+                           crash=shape.choice([0, 0, 1, 2]), flap=shape.choice([0, 1, 3, 8]), preempt=0)
         self.chunk = shape.choice([1, 1, 1, 2, 3])          # microbatches that a replica computes at one go
         self.ops: dict[tuple[Any, ...], Op] = {}
         self.inner: dict[tuple[int, int], tuple[str, dict[int, Any]]] = {}
@@ -100,9 +100,10 @@ class World:
         self.frozen: set[int] = set()
         self.fragile: set[int] = set()                      # may be dropped though alive
         self.told: set[int] = set()                         # told to leave
-        self.asked: set[int] = set()
+        self.preempted: set[int] = set()                    # members that are still to be told that the whole job goes
         self.entry = dict.fromkeys(range(self.size), 0)
         self.last: dict[int, int] = {}
+        self.endings: dict[int, str] = {}                   # why whoever went early did
         self.finished: set[int] = set()
         self.final: set[int] | None = None
         self.level = set(range(self.size))
@@ -126,6 +127,10 @@ class World:
             op = self.ops[key] = Op(frozenset(members))
         check(op.members == frozenset(members), "I4: one view, two memberships", key)
         return op
+
+    def speed(self, member: int, step: int) -> float:
+        """What `member` has measured when it commits `step`."""
+        return 1.0
 
     def sound(self) -> set[int]:
         """Members that nothing has happened to yet; schedules leave one of them."""

@@ -86,6 +86,7 @@ class Engine:
         self.committed: Whole | None = None
         self.shares: list[Share] = []                       # of the step at hand, by position
         self.mistake = ""                                   # this position's model is not like the other replicas'
+        self.told_to_go = False                             # set by a signal handler, at any moment
         self.parting = False                                # past the last fence: others may close their connections
         self.needs_calibration = sums.store.reduction == "exact"     # before the first step only
         self.activity = links.member.activity               # what the heartbeats say of this thread
@@ -99,7 +100,7 @@ class Engine:
             ask.Agree: self.agree, ask.Relayout: self.relayout, ask.Form: self.form, ask.PostFence: self.post_fence,
             ask.AwaitFence: self.await_fence, ask.Reduce: self.reduce, ask.Fenced: self.fenced, ask.Halt: self.halt,
             ask.Exchange: self.exchange, ask.Reform: self.reform, ask.Confirm: self.confirm, ask.Forward: self.forward,
-            ask.Decided: self.decided, ask.Suspect: self.suspect}
+            ask.Decided: self.decided, ask.Suspect: self.suspect, ask.Pause: self.pause}
 
     def start(self, position: Position, count: int | None, script: Sequence[str] = ()) -> None:
         """`count`: the microbatches in every step; None if the policy lets the batch shrink. `script`: what all replicas'
@@ -144,6 +145,7 @@ class Engine:
         """Hear from the coordinator. Raises Evicted."""
         if self.member.evicted:
             raise Evicted(f"the others went on without replica {self.position.me}; it contributes to nothing any more")
+        self.position.leave_asked = self.position.leave_asked or self.told_to_go
         self.position.news(self.member.latest, self.member.pending)
 
     def on_view(self, view: View) -> None:
@@ -382,12 +384,12 @@ class Engine:
         if request.step == self.position.job.steps - 1:
             self.part()
 
-    def part(self) -> None:
+    def part(self, patience: float | None = None) -> None:
         """The finish line. Whoever goes first would tear the fence of those who still wait for a third one's part of it."""
         self.parting = True
-        assert self.group is not None
-        with self.activity.waiting():
-            forming.farewell(self.group, number(Kind.PART, 0), self.timeouts.drain)
+        if self.group is not None:
+            with self.activity.waiting():
+                forming.farewell(self.group, number(Kind.PART, 0), self.timeouts.drain if patience is None else patience)
 
     # -- handlers: recovery -----------------------------------------------------------------------------------------
     def halt(self, request: ask.Halt) -> frozenset[int]:
@@ -524,11 +526,26 @@ class Engine:
 
     def suspect(self, request: ask.Suspect) -> None:
         loss = self.group.lost if self.group is not None else None
+        if self.position.wants_out():
+            return self.member.suspect(request.view, "a replica was told to go")  # type: ignore[no-any-return]
         self.member.suspect(request.view, *((loss.reason, loss.peer, loss.unheard) if loss else ("an operation failed",)))
 
+    def pause(self, request: ask.Pause) -> None:
+        """Too few members: until there are more, or this replica is told to go."""
+        log.warning("the run waits: it has %d replicas, and goes on with %d", len(self.position.view.members),
+                    self.position.job.floor)
+        while not (self.told_to_go or self.position.wants_out()):
+            try:
+                with self.activity.waiting():
+                    self.member.wait_view(request.view, self.timeouts.heartbeat)
+                return
+            except TimeoutError:
+                if self.member.pending is not None:
+                    self.member.suspect(request.view, "a joiner waits, and no fence will let it in", None)
+
     # -- the end ----------------------------------------------------------------------------------------------------
-    def close(self, finished: bool) -> None:
-        """Leave in order: whoever finished is no casualty."""
+    def close(self, finished: bool, together: bool = False) -> None:
+        """Leave in order: whoever finished is no casualty. `together`: all ranks of the replica do."""
         self.closed = True
         self.activity.stop()
         if self.leaving is not None:
@@ -539,5 +556,5 @@ class Engine:
             self.member.leave()
         if self.group is not None:
             self.group.close()
-        self.inner.close(self.timeouts.drain if finished else 0)
+        self.inner.close(self.timeouts.drain if finished or together else 0)
         self.sums.store.close()

@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 
 from recover import collectives, events
 from recover.config import Environment, Timeouts
-from recover.errors import Evicted, LeftRun, NotFinite, RecoverError
+from recover.errors import Evicted, Left, LeftRun, NotFinite, RecoverError
 from recover.faults.injector import injector_for
 from recover.gradients.buffers import BufferWatch
 from recover.gradients.buffers import Policy as BufferPolicy
@@ -46,6 +46,7 @@ from recover.protocol.position import Position
 from recover.training.compiled import refuse_measured
 from recover.training.engine import LEAVE, Engine, Links
 from recover.training.evaluation import Evaluation, Evaluator, Score
+from recover.training.leaving import Hook, Obedience, why
 from recover.training.loader import Loader
 from recover.training.managed import Managed
 from recover.training.metrics import Metrics
@@ -53,7 +54,7 @@ from recover.training.sampling import MapDataset, Microbatch, Sampler, Samples, 
 from recover.training.solo import Solo
 from recover.training.step import FAILURES, Step
 from recover.training.sums import Sums
-from recover.workload import Policy
+from recover.workload import Policy, Spares
 from recover.workload import policy as find_policy
 
 log = logging.getLogger("recover.training")
@@ -130,6 +131,8 @@ def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", pol
     chosen = find_policy(policy, replicas=environment.replicas if environment else 1, microbatches=microbatches)
     if " at 0x" in repr(chosen):
         raise ValueError(f"replicas compare policies by repr(), and {chosen!r} has none of its own: make it a frozen dataclass")
+    if environment and environment.spares:
+        chosen = Spares(chosen, environment.spares, environment.replicas)
     options = Options(microbatches, seed, reduction, chosen, nonfinite, buffers, hash_every, bucket_bytes, first_bucket_bytes)
     rank, ranks = (environment.rank, environment.world_size) if environment else (int(os.environ.get("RANK", "0")),
                                                                                    int(os.environ.get("WORLD_SIZE", "1")))
@@ -165,6 +168,9 @@ class Run:
         self._started = self._ended = False
         self._warned: set[str] = set()
         self._unhashed: int | None = None
+        self._told_to_go = False
+        self._hooks: list[Hook] = []                    # for when the whole job has to go
+        self._obedience = Obedience(self.leave)
         self._loss = float("nan")
         token = read_token(environment)
         run_id = environment.run_id if environment else f"solo-{os.environ.get('MASTER_PORT', os.getpid())}"
@@ -190,6 +196,8 @@ class Run:
                 warnings.warn(f"{environment.replicas} replicas share {options.microbatches} microbatches: some have nothing "
                               "to compute", stacklevel=3)
             facts = options.facts(backend) | {"mesh": str(dict(place.axes))} | dict(self.backend.facts)
+            if environment.min_replicas:
+                facts |= dict(min_replicas=environment.min_replicas, below=environment.below)
             self.member = Member(environment, self.timeouts, token, self.backend.endpoint, facts)
         self.injector = injector_for(environment, {"cut": self._cut}) if environment else None
         atexit.register(self.close)
@@ -267,9 +275,39 @@ class Run:
         plan = self.options.policy.plan(position.vectors[max(known)], step, self.options.microbatches)
         return plan.work.get(position.me, ()) or plan.shadow.get(position.me, ())
 
+    # -- going early ------------------------------------------------------------------------------------------------
+    def leave(self) -> None:
+        """This replica is to go: it contributes what it has computed and leaves after the step at hand, or ends the run
+        with all others if they were told so, too. Returns at once; `run.steps` then ends the script with `Left` (exit code
+        75). SIGTERM does this unless the script handles that signal itself. From any thread or signal handler.
+        """
+        self._told_to_go = True
+        if hasattr(self, "engine"):
+            self.engine.told_to_go = True
+
+    def on_preempted(self, hook: Hook) -> None:
+        """Call `hook(step)` in every rank when the whole job has to end early: all replicas were told to go, or too few are
+        left. All parameters and optimizers are then as they are before `step`, alike on all replicas. Nobody is waited for
+        longer than the scheduler waits for this process."""
+        self._hooks.append(hook)
+
+    def gone(self) -> Left:
+        """(Step.) All is agreed and contributed: what to raise. Runs the hooks if the whole job ends."""
+        position = self.engine.position
+        reason = why(position)
+        if position.ending:
+            self.engine.part(self.timeouts.heartbeat * 2)
+            with self.pause("preempted"):
+                for hook in self._hooks:
+                    hook(position.step or 0)
+        log.warning("replica %d: %s", self.replica, reason)
+        self._end("left", reason, agreed=True)
+        return Left(reason)
+
     # -- the loop ---------------------------------------------------------------------------------------------------
     def steps(self, count: int) -> Iterator[Step]:
-        """Steps 0 to `count` - 1. Raises JoinRefused, Evicted, Stopped, NotFinite, and RuntimeError for a wrong loop."""
+        """Steps 0 to `count` - 1. Raises JoinRefused, Evicted, Stopped, NotFinite, RuntimeError for a wrong loop, and Left
+        when the run goes on without this replica or ends early (see `leave`)."""
         if not hasattr(self, "managed"):
             raise RuntimeError("call run.manage(model, optimizer) before run.steps")
         if self._started:
@@ -280,6 +318,8 @@ class Run:
         try:
             while True:
                 request = self.engine.advance()
+                if request is None and self.engine.position.step != self.engine.position.job.steps:
+                    raise self.gone()
                 if request is None:
                     break
                 assert isinstance(request, ask.Begin), request
@@ -305,13 +345,16 @@ class Run:
         links = Links(self.member, self.backend, self.inner, self.place)
         self.engine = Engine(links, self.sums, self.managed, timeouts=self.timeouts, injector=injector, record=self.record)
         evaluator = self.sums.evaluator
-        job = Job(self.options.microbatches, count + (evaluator is not None), self.options.policy)
+        floor, below = (self.environment.min_replicas, self.environment.below) if self.environment else (0, "wait")
+        job = Job(self.options.microbatches, count + (evaluator is not None), self.options.policy, floor, below)
         position = Position(job, self.replica, self.place.rank, self.sums.count, first=True)
         script = [f"{count} steps", "no evaluation" if evaluator is None else evaluator.signature()]
         self.engine.start(position, self.options.microbatches if self.options.policy.constant else None, script)
         self.member.start()
         self.member.wait_view(NO_VIEW, self.timeouts.formation)
         self.member.vouch()
+        self.engine.told_to_go = self._told_to_go
+        self._obedience.begin()
         self.record.emit(events.RUN_JOINED, view=self.member.latest.id, members=self.member.latest.members)
 
     def committed(self, step: Step, request: ask.Commit) -> None:
@@ -455,7 +498,8 @@ class Run:
         else:
             self._end("failed", f"{type(error).__name__}: {error}")
 
-    def _end(self, status: Literal["finished", "left", "evicted", "failed"], message: str = "") -> None:
+    def _end(self, status: Literal["finished", "left", "evicted", "failed"], message: str = "", agreed: bool = False) -> None:
+        """`agreed`: the others know, all ranks of this replica go together."""
         if self._ended:
             return
         self._ended = True
@@ -466,12 +510,13 @@ class Run:
         self.record.emit(events.RUN_END, status=status, last_step=last, final_loss=None if math.isnan(self._loss) else self._loss,
                          state_hash=self.hash() if status == "finished" else None, members=position.view.members,
                          message=message, view=position.view.id, step=last)
-        self.engine.close(finished=status == "finished")
+        self.engine.close(finished=status == "finished" or (agreed and bool(position.ending)), together=agreed)
         self.close()
 
     def close(self) -> None:
         """End this rank's part. Idempotent; also called at exit."""
         atexit.unregister(self.close)
+        self._obedience.end()
         for loader in self._loaders:
             loader.close()
         if self._started and not self._ended:

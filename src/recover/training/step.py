@@ -79,6 +79,8 @@ class Step:
                 yield from self._hand_out(tuple(Microbatch(request.step, index) for index in request.indices))
         finally:
             run.in_loop = False
+        if request is None:                             # all go, and give this step up
+            raise run.gone()
         assert isinstance(request, ask.Commit) and request.step == self.index, request
         self._commit(request)
 
