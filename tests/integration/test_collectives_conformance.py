@@ -202,20 +202,26 @@ def test_what_waits_for_a_failure_fails(name):
 
 
 def test_callbacks(name):
+    """On another thread, if the work was not done yet: the other member launches only when the callback is there."""
+    added = shared_event()
     with gather(2, name) as cluster:
         def body(me, group):
-            seen, called = [], threading.Event()
+            seen, called, here = [], threading.Event(), threading.current_thread()
 
             def callback(work):
-                seen.append((work.done(), threading.current_thread() is not threading.main_thread()))
+                seen.append((work.done(), threading.current_thread() is not here))
                 called.set()
+            if me == 1:
+                assert added.wait(PATIENCE)
             work = group.gather(1, b"")
-            work.add_done_callback(callback)
+            if me == 0:
+                work.add_done_callback(callback)
+                added.set()
+                assert called.wait(PATIENCE)
             work.wait(PATIENCE)
-            assert called.wait(PATIENCE)
             work.add_done_callback(lambda w: seen.append("at once"))
             return seen
-        assert cluster.each(body) == {m: [(True, True), "at once"] for m in range(2)}
+        assert cluster.each(body) == {0: [(True, True), "at once"], 1: ["at once"]}
 
 
 def test_a_callback_may_launch_and_revoke(name):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -43,6 +44,7 @@ def launch(tmp_path, *options, script=()):
 @needs_mpi
 @pytest.mark.parametrize("kill", [True, False])
 def test_a_replica_dies_and_the_bits_are_those_of_the_other_backend(tmp_path, kill):
+    before = list(Path("/dev/shm").glob("sm_segment.*"))
     plan = tmp_path / "plan.yaml"
     plan.write_text("faults:\n  - {replica: 1, step: 2, place: 'compute:1', action: kill}\n")
     code, results, said = launch(tmp_path, "--replicas", "3", "--backend", "ulfm", *(["--fault", str(plan)] if kill else []))
@@ -52,11 +54,13 @@ def test_a_replica_dies_and_the_bits_are_those_of_the_other_backend(tmp_path, ki
     assert {name for name, _ in plain} == {"TcpBackend"}
     assert {bits for _, bits in results} == {bits for _, bits in plain}
     assert said.count("RESULT") == (2 if kill else 3), said
+    assert list(Path("/dev/shm").glob("sm_segment.*")) == before, "shared memory was left behind"
 
 
 @needs_mpi
-def test_ranks_of_different_mpi_jobs_are_refused(tmp_path):
+def test_ranks_of_different_mpi_jobs_are_refused(tmp_path, monkeypatch):
     """Without seats each rank is an MPI job of its own."""
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", str(tmp_path))
     code, results, said = launch(tmp_path, "--replicas", "2", script=["ulfm"])
     assert code != 0
     assert "mpi_job" in said, said
@@ -96,3 +100,17 @@ def test_without_mpirun_the_launch_is_refused(tmp_path, monkeypatch):
     Options(script=script, replicas=2, backend="tcp")
     with pytest.raises(ValueError, match="pip install"):
         Options(script=script, replicas=2, backend="ulfm")
+
+
+@needs_mpi
+@pytest.mark.parametrize("later", [{"restart": 1}, {"max_replicas": 3}, {}])
+def test_nobody_can_come_later(tmp_path, later):
+    from recover.launch import Options
+    script = tmp_path / "script.py"
+    script.touch()
+    Options(script=script, replicas=2, backend="tcp", **later)
+    if not later:
+        Options(script=script, replicas=2, backend="ulfm")
+        return
+    with pytest.raises(ValueError, match="nobody can come later"):
+        Options(script=script, replicas=2, backend="ulfm", **later)

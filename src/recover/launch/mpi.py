@@ -47,9 +47,12 @@ class Seats:
     def __init__(self, count: int) -> None:
         """ValueError if there is no mpirun, or it does not start within START_LIMIT seconds; with its last words."""
         self._count = count
-        self._directory = Path(tempfile.mkdtemp(prefix="recover-mpi-"))
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self._directory = Path(tempfile.mkdtemp(prefix="recover-mpi-", dir=memory))
         said = self._directory / "said"
-        command = [*mpirun_command(count), sys.executable, "-I", "-S", str(SEAT), str(self._directory)]
+        # what ranks of one host share lies here too: MPI would leave that of the dead behind
+        shared = ["--mca", "btl_sm_backing_directory", str(self._directory)]
+        command = [*mpirun_command(count), *shared, sys.executable, "-I", "-S", str(SEAT), str(self._directory)]
         with said.open("wb") as output:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                                             start_new_session=True)

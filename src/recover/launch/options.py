@@ -62,10 +62,15 @@ class Options:
         host_and_port(self.listen)
         self._check_numbers()
         self._check_join()
-        if self.backend == "ulfm":
-            if self.restart or self.join is not None or self.most > self.replicas:
-                raise ValueError("--backend ulfm has a fixed set of ranks: --restart, --max-replicas and --join need another")
-            mpirun_command(1)
+        self._check_backend()
+
+    def _check_backend(self) -> None:
+        if self.backend != "ulfm":
+            return
+        mpirun_command(1)
+        if self.restart or self.join is not None or self.most > self.replicas:
+            raise ValueError("with --backend ulfm nobody can come later, since MPI waits for every process when it starts: leave "
+                             "out --restart, --join and --max-replicas, or use --backend tcp")
 
     def _check_numbers(self) -> None:
         if self.restart < 0:
@@ -149,12 +154,12 @@ def rank_environment(options: Options, where: Where, replica: int, rank: int,
     }
     if options.faults is not None:
         environ["RECOVER_FAULTS"] = str(options.faults.absolute())
+    if options.backend is not None:
+        environ["RECOVER_BACKEND"] = options.backend
     if options.spares:
         environ["RECOVER_SPARES"] = str(options.spares)
     if options.min_replicas:
         environ |= {"RECOVER_MIN_REPLICAS": str(options.min_replicas), "RECOVER_BELOW": options.below}
-    if options.backend is not None:
-        environ["RECOVER_BACKEND"] = options.backend
     if options.interface is not None:
         environ["RECOVER_INTERFACE"] = options.interface
     return environ
