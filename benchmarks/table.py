@@ -22,7 +22,7 @@ def rows() -> list[tuple[str, str, str]]:
     hashes, wrong = {run["hash"] for run in exact["runs"]}, sum(bool(run["problem"]) for run in exact["runs"])
     everything, speed = record("checkpoint")["results"], record("speed")["results"]
     layouts = record("layouts")["results"]
-    killed = [row for part in ("exact", "inside") for row in layouts[part]]
+    killed = [row for part in ("exact", "inside") for row in layouts[part] if row["killed_at"] != "nothing"]
     total, window = detection["total_ms"], coordinator["window_ms"]
     sizes = {row["members"]: max(row["death_to_view_s"]) for row in record("control_plane")["results"]["sizes"]}
     return [

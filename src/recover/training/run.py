@@ -262,6 +262,9 @@ class Run:
         """
         if self._started or not hasattr(self, "managed"):
             raise RuntimeError("run.evaluate is called after run.manage and before run.steps")
+        if not self.options.policy.constant:
+            raise ValueError(f"the policy {self.options.policy.name!r} lets microbatches go with the dead, and their parts of an "
+                             "evaluation set with them: evaluate with a policy that keeps B")
         if self.sums.evaluator is not None:
             raise RuntimeError("run.evaluate is called once: one score function may give several names")
         evaluation = Evaluation(dataset, batch_size, score, every, collate_fn or default_collate, self.place.data_rank,
@@ -409,15 +412,13 @@ class Run:
             self.engine.activity.turn("evaluate")
             evaluator.score(step, indices)
             self.engine.activity.turn("compute")
-            self.engine.since = time.monotonic()        # a microbatch's time is without it
 
     def _evaluate_last(self, step: Step) -> None:
-        """After the last update: a step of microbatches without a backward, whose zeros are reduced and dropped."""
+        """After the last update: a step of microbatches without a backward, which leaves no `.grad`."""
         self.engine.pipelined = True                    # FSDP has nothing to withhold
         for _ in step:
             with step.microbatch() as entry:
                 entry.loss = 0.0
-        self.sums.store.clear()
 
     def _not_finite(self, step: Step, text: str) -> None:
         if self.options.nonfinite == "raise":
