@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from worlds import Floored, Measured
+from worlds import Floored, Measured, Stopping
 
 from recover.protocol import decision
 from recover.protocol.coordinator import Coordinator
@@ -165,6 +165,16 @@ class NoFloor(Position):
         return False
 
 
+class NotUnbegun(Position):
+    def ends_unformed(self):
+        return False
+
+
+class NoFirst(Position):
+    def counted_from(self, start, step):
+        return step
+
+
 class Joins(World):
     """Many joins with the fence and broken connections, three positions, nothing else."""
 
@@ -184,7 +194,7 @@ class Crashes(World):
 
 
 PLAIN = Parts()
-WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored)
+WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored, unbegun=Stopping)
 """Where the plain world shows the need of a rule only once in ten thousand seeds or more."""
 PARTS = dict(
     fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag, world=Measured),
@@ -198,7 +208,8 @@ PARTS = dict(
     verdict=replace(PLAIN, verdict=False), incarnation=replace(PLAIN, coordinator=NoIncarnationCounter, world=NoIncarnation),
     newest=replace(PLAIN, coordinator=NotNewest, world=Crashes), hold=replace(PLAIN, coordinator=NoHold),
     reissue=replace(PLAIN, coordinator=NoReissue), vectors=replace(PLAIN, position=NoVectors),
-    floor=replace(PLAIN, position=NoFloor, world=Floored))
+    floor=replace(PLAIN, position=NoFloor, world=Floored),
+    unbegun=replace(PLAIN, position=NotUnbegun, world=Stopping), first=replace(PLAIN, position=NoFirst))
 
 
 @contextmanager

@@ -95,8 +95,11 @@ class Coordinator:
             self.change()
 
     def announce_join(self) -> None:
-        """Let the waiting joiners in with the fence: announce the view that will have them."""
+        """Let the waiting joiners in with the fence: announce the view that will have them. (Nobody is left: no fence.)"""
         if not self.waiting or self.pending or self.heard is not None:
+            return
+        if not self.endpoints():
+            self.change()
             return
         members = self.endpoints() | self.waiting
         self.waiting = {}

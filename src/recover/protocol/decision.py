@@ -99,7 +99,7 @@ def decide(members: Sequence[int], reports: Mapping[int, Report], job: Job) -> D
     extra: dict[int, tuple[int, ...]] = {}
     if formed and not ending and high < job.steps and (high > low or not all(holders.values())):
         lost, promoted, extra = share_out(old, high, vector, level, leaving, job)
-    paused = not ending and job.below == "wait" and len(members) < job.floor
+    paused = not ending and job.below == "wait" and len(members) < job.floor and high < job.steps
     return Decision(low, high, formed, tuple(buckets), vector, leaving, holders, lost, promoted, extra, ending, paused)
 
 

@@ -132,8 +132,9 @@ class Position:
                 well = (yield from self.attempt()) if well else (yield from self.recover())
 
     def paused(self) -> bool:
-        """`floor`: no step is begun, or gone on with, by fewer members than the job wants."""
-        return self.pause_at is not None and self.step == self.pause_at and not self.leaves(self.step)
+        """`floor`: no step is begun, or gone on with, by fewer members than the job wants. (They do form: where the run begins
+        is where it ends, for a checkpoint of its last step.)"""
+        return self.formed and self.pause_at is not None and self.step == self.pause_at and not self.leaves(self.step)
 
     def leaves(self, step: int) -> bool:
         return self.leave_after is not None and step > self.leave_after
@@ -147,8 +148,10 @@ class Position:
 
     def attempt(self) -> Moves:
         """Take the step at hand as far as it goes; False: recover."""
-        if not self.formed and not (yield from self.form()):
-            return False
+        if self.ends_unformed():
+            return (yield from self.exit(not self.trouble))
+        if not self.formed:
+            return (yield from self.form())
         assert self.step is not None
         step = self.step
         if not self.trouble and self.fence < step - 1 and self.waits_early(step):
@@ -160,8 +163,7 @@ class Position:
         if ok and self.fence < step - 1 and self.fenced_launch(leaving):
             ok = yield from self.pass_fence(step - 1)
         if leaving:
-            self.over = all((yield Agree("exit", ok)))
-            return self.over
+            return (yield from self.exit(ok))
         if ok and step in self.switch:
             ok = yield from self.enter_pending(self.switch.pop(step))
         if ok:
@@ -170,6 +172,14 @@ class Position:
             self.reduced |= outcome.reduced
             ok = outcome.ok
         return (yield from self.complete(step, ok))
+
+    def ends_unformed(self) -> bool:
+        """`unbegun`: a job that ends before it has formed ends at once: forming would teach only some where it begins."""
+        return bool(self.ending) and not self.formed
+
+    def exit(self, ok: bool) -> Moves:
+        self.over = all((yield Agree("exit", ok)))
+        return self.over
 
     def form(self) -> Moves:
         """Take over the first parameters, and know that everyone has: the fence of the step before the first (-1, or that
@@ -188,6 +198,12 @@ class Position:
     def begin_at(self, start: int, buckets: int) -> None:
         """`start`: a resumed run begins where its checkpoint ends, with buckets laid out as step 0 taught."""
         self.step, self.buckets, self.layout = start, buckets, min(start, 1)
+        self.leave_after = self.counted_from(start, self.leave_after)
+        self.pause_at = self.counted_from(start, self.pause_at) if start < self.job.steps else None
+
+    def counted_from(self, start: int, step: int | None) -> int | None:
+        """`first`: what was decided while nobody knew the first step holds for the first step, whichever it is."""
+        return None if step is None else start
 
     def waits_early(self, step: int) -> bool:
         """Step 1 lays out its buckets as learned in step 0, which takes over the buffers that peers may still need."""

@@ -296,7 +296,8 @@ class Actor:
                     sent, self.sent_view = c.view.id, c.view        # the report itself may make a newer view
                     c.report(self.me, sent, ENCODER.encode(request.report))
                     world.deliver()
-            elif position.step is None and c.pending and self.pending_has_me() and c.pending.view.id > request.view:
+            elif (position.step is None and self.me not in c.view.members and c.pending and self.pending_has_me()
+                  and c.pending.view.id > request.view):
                 return ask.Answer(c.pending.view, None)
             else:
                 world.suspect(self.view.id)

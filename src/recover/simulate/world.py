@@ -176,7 +176,7 @@ class World:
         c, rnd = self.coordinator, self.random
         if c.heard:
             silent = c.silent()
-            slow = silent - self.doomed - self.frozen
+            slow = silent - self.doomed - self.frozen - c.waiting.keys()    # a joiner that never heard of a view has none to say
             newest = c.newest()
             ready = c.heard.keys() & set(newest.members if newest else ()) & self.sound()
             if silent and rnd.random() > (.05 if not slow else .002 if ready else 0):
