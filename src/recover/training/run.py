@@ -309,7 +309,7 @@ class Run:
         """(Step.) All is agreed and contributed: what to raise. Runs the hooks if the whole job ends."""
         position = self.engine.position
         reason = why(position)
-        if position.ending:
+        if position.ending and position.formed:             # else nothing was trained, and parameters may not be alike yet
             self.engine.part(self.timeouts.heartbeat * 2)
             with self.pause("preempted"):
                 if self.keeping is not None:
