@@ -246,9 +246,16 @@ class Actor:
         self.start = max(set.intersection(*result.values()))
         self.started_from = request.root
         self.world.start[self.me] = self.world.entry[self.me] = self.start
+        self.inside = True
         return ask.Formed(self.start, self.world.count(self.start))
 
     start, started_from = -1, -1
+    inside = False                                          # it has a first step
+
+    def enters(self, step: int) -> None:
+        """The first step of whoever did not form: a joiner, or a first member that slept till the run was under way."""
+        if not self.inside and self.position.formed:
+            self.inside, self.world.entry[self.me] = True, step
 
     def postfence(self, request: ask.PostFence) -> Steps:
         self.give(request.says, "fence", request.step)
@@ -294,6 +301,7 @@ class Actor:
             if c.view.id > request.view and self.me in c.view.members:
                 if sent != c.view.id and self.random.random() < world.pace:
                     sent, self.sent_view = c.view.id, c.view        # the report itself may make a newer view
+                    self.unconfirmed = (sent, c.view)
                     c.report(self.me, sent, ENCODER.encode(request.report))
                     world.deliver()
             elif (position.step is None and self.me not in c.view.members and c.pending and self.pending_has_me()
@@ -327,7 +335,7 @@ class Actor:
 
     def entered(self, request: ask.Entered) -> Steps:
         """Only the joiner says so, once all its positions are in: till then a failure in the old view must be heard."""
-        self.world.entry.setdefault(self.me, request.step)
+        self.enters(request.step)
         if self.p == 0 and self.world.up:
             self.world.coordinator.entered(request.view)
         return None
@@ -352,7 +360,7 @@ class Actor:
         return ask.Outcome(frozenset(self.sums), True)
 
     def decided(self, request: ask.Decided) -> Steps:
-        self.world.entry.setdefault(self.me, request.step)
+        self.enters(request.step)
         return None
         yield
 
