@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from worlds import Floored, Measured, Stopping
+from worlds import Floored, Measured, Preempted, Stopping
 
 from recover.protocol import decision
 from recover.protocol.coordinator import Coordinator
@@ -194,12 +194,13 @@ class Crashes(World):
 
 
 PLAIN = Parts()
-WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored, unbegun=Stopping)
+WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored, unbegun=Stopping, confirm=Preempted)
 """Where the plain world shows the need of a rule only once in ten thousand seeds or more."""
 PARTS = dict(
     fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag, world=Measured),
     reset=replace(PLAIN, position=NoReset),
-    forward=replace(PLAIN, position=NoForward), order=replace(PLAIN, actor=NoOrder), confirm=replace(PLAIN, position=NoConfirm),
+    forward=replace(PLAIN, position=NoForward), order=replace(PLAIN, actor=NoOrder),
+    confirm=replace(PLAIN, position=NoConfirm, world=Preempted),
     proves=replace(PLAIN, position=NoProves), agreement=replace(PLAIN, position=NoAgreement),
     turn=replace(PLAIN, position=NoTurn), vector=replace(PLAIN, position=NoVector), freeze=replace(PLAIN, actor=NoFreeze),
     settle=replace(PLAIN, actor=NoSettle), exit=replace(PLAIN, position=NoExit), handback=replace(PLAIN, position=NoHandback),
