@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,24 +28,29 @@ import msgspec
 from recover import events
 from recover.collectives.contract import Backend, Group, Work
 from recover.config import Timeouts
-from recover.errors import CoordinatorLost, Evicted, JoinRefused, PeerLost, Stopped, ViewChanged
+from recover.errors import CoordinatorLost, Evicted, PeerLost, Stopped, ViewChanged
 from recover.faults.injector import Injector
 from recover.gradients.buckets import Entry
 from recover.gradients.layout import Learned
+from recover.gradients.store import GradientStore
 from recover.parallel.inner import NOTHING, Agreement, Share
 from recover.parallel.mesh import Place
 from recover.protocol import requests as ask
 from recover.protocol.coordinator import Announcement
-from recover.protocol.messages import NO_VIEW, Report, Speed, View
+from recover.protocol.messages import NO_VIEW, Report, Speed, Vector, View
 from recover.protocol.position import Position
 from recover.training import forming
+from recover.training.giving import Giver
+from recover.training.joining import Hands, Joiner, Welcome
 from recover.training.managed import Managed
 from recover.training.numbers import Kind, number
 from recover.training.recovery import Publisher, Recovery
+from recover.training.snapshot import Snapshot
 from recover.training.sums import Sums, Whole
 
 log = logging.getLogger("recover.training")
 
+ENTRIES = msgspec.msgpack.Decoder(tuple[int, dict[int, Vector], tuple[int, int]])
 REPORTS = msgspec.msgpack.Decoder(Report)
 SPEEDS = msgspec.msgpack.Decoder(Speed)
 ENCODER = msgspec.msgpack.Encoder()
@@ -87,7 +92,12 @@ class Engine:
         self.recomputed = 0
         self.committed: Whole | None = None
         self.shares: list[Share] = []                       # of the step at hand, by position
+        self.giver = Giver(self.copy_state, self.welcome, timeouts, record)
+        self.hands: Hands | None = None                     # of this rank, should it come late
+        self.joiner: Joiner | None = None
+        self.keep: Callable[[ask.Commit], None] | None = None       # what becomes of a committed step while catching up
         self.mistake = ""                                   # this position's model is not like the other replicas'
+        self.switching = False                              # from a view to one that was announced with the fence
         self.parting = False                                # past the last fence: others may close their connections
         self.needs_calibration = sums.store.reduction == "exact"     # before the first step only
         self.moves: Iterator[Any] | None = None
@@ -98,7 +108,7 @@ class Engine:
             ask.Agree: self.agree, ask.Relayout: self.relayout, ask.Form: self.form, ask.PostFence: self.post_fence,
             ask.AwaitFence: self.await_fence, ask.Reduce: self.reduce, ask.Fenced: self.fenced, ask.Halt: self.halt,
             ask.Exchange: self.exchange, ask.Reform: self.reform, ask.Confirm: self.confirm, ask.Forward: self.forward,
-            ask.Decided: self.decided, ask.Suspect: self.suspect}
+            ask.Decided: self.decided, ask.Suspect: self.suspect, ask.Enter: self.enter, ask.Entered: self.entered}
 
     def start(self, position: Position, count: int | None, script: Sequence[str] = ()) -> None:
         """`count`: the microbatches in every step; None if the policy lets the batch shrink. `script`: what all replicas'
@@ -121,6 +131,8 @@ class Engine:
                 if not self.needs_calibration:
                     self.sums.begin(request.step)
                 self.works, self.whole, self.computed, self.recomputed = {}, set(), 0, 0
+                if self.position.level:
+                    self.giver.at(request.step)
                 return request
             if isinstance(request, ask.Compute):
                 for n in range(len(request.indices)):
@@ -164,12 +176,12 @@ class Engine:
         """(Communication thread.) Told to the coordinator at once, before anything is agreed on."""
         self.notice(loss)
         group = self.group
-        if group is not None and not self.parting:
+        if group is not None and not self.parting and not self.switching:
             self.member.suspect(group.view, loss.reason, loss.peer)
 
     def notice(self, loss: PeerLost | None) -> None:
         """The first evidence of a failure starts the clock of a recovery."""
-        if self.position.view.id == NO_VIEW or self.parting:
+        if self.position.view.id == NO_VIEW or self.parting or self.switching:
             return
         recovery = self.recovery
         if recovery is None:
@@ -223,12 +235,10 @@ class Engine:
     def commit(self, request: ask.Commit) -> None:
         """Every bucket is whole on every position: `.grad` becomes the step's gradient."""
         since = time.monotonic()
-        speaking = [self.shares[p] for p in self.place.speakers()]
-        self.committed = self.sums.commit(self.count, speaking)
-        if self.place.ranks > 1:
-            self.commit_alike(self.committed)
-        if self.committed.gradient.learned is not None:
-            self.lessons = self.committed.gradient.learned
+        if self.keep is not None:
+            self.keep(request)
+        else:
+            self.committed = self.whole_step(self.sums, self.shares, self.inner)
         self.works, self.whole = {}, set()
         recovery = self.recovery
         if recovery is not None and recovery.views:
@@ -238,17 +248,24 @@ class Engine:
             self.recovery = None
         self.injector.at("optimizer", request.step)
 
-    def commit_alike(self, whole: Whole) -> None:
+    def whole_step(self, sums: Sums, shares: Sequence[Share], inner: Agreement) -> Whole:
+        """`.grad` of whole sums, on all positions alike."""
+        whole = sums.commit(self.count, [shares[p] for p in self.place.speakers()])
+        if whole.gradient.learned is not None:
+            self.lessons = whole.gradient.learned
+        return self.commit_alike(sums.store, whole, inner) if self.place.ranks > 1 else whole
+
+    @staticmethod
+    def commit_alike(store: GradientStore, whole: Whole, inner: Agreement) -> Whole:
         """What one position found counts for all: a gradient that is not finite, a parameter that nothing used."""
-        store = self.sums.store
         unused = store.unused(whole.gradient)
-        given = self.inner.agree("found", (whole.nonfinite, unused))
+        given = inner.agree("found", (whole.nonfinite, unused))
         said = [text for text, _ in given if text]
-        self.committed = replace(whole, nonfinite=said[0] if said else "")
         doubtful = {name for _, names in given for name in names}
         if doubtful:
             mine = [name for name in sorted(doubtful & whole.gradient.used.keys()) if name not in unused]
-            store.drop(doubtful - {name for names in self.inner.agree("used", mine) for name in names})
+            store.drop(doubtful - {name for names in inner.agree("used", mine) for name in names})
+        return replace(whole, nonfinite=said[0] if said else "")
 
     # -- handlers: a step -------------------------------------------------------------------------------------------
     def agree(self, request: ask.Agree) -> list[Any]:
@@ -271,9 +288,8 @@ class Engine:
 
     def form(self, request: ask.Form) -> bool:
         assert self.group is not None
-        model = [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
         try:
-            forming.compare(self.group, self.script, model, self.timeouts.drain)
+            forming.compare(self.group, self.script, self.model(), self.timeouts.drain)
             forming.take_over(self.group, self.managed.first_values(), request.root)
         except PeerLost:
             return False
@@ -390,6 +406,9 @@ class Engine:
         after = request.view
         while True:
             try:
+                view = self.announced(after) if step is None or request.report.fresh else None
+                if view is not None:
+                    return ask.Answer(view, None)
                 view = self.await_view(after)
                 if self.recovery is not None:
                     self.recovery.add("detect", since)
@@ -404,8 +423,6 @@ class Engine:
             except TimeoutError as late:
                 raise Stopped(f"a recovery did not come to its end: {late}") from None
             reports = {m: REPORTS.decode(part) for m, part in answers.items()}
-            if request.report.fresh and any(report.formed for report in reports.values()):
-                raise JoinRefused("this run is under way already; joining it later is not possible in this version")
             if self.recovery is not None:
                 self.recovery.add("exchange", since)
             self.parting = {r.step for r in reports.values() if r.step is not None} == {self.position.job.steps}
@@ -417,8 +434,15 @@ class Engine:
             try:
                 return self.member.wait_view(after, self.timeouts.heartbeat * 2)    # type: ignore[no-any-return]
             except TimeoutError:
+                if after == NO_VIEW and self.announced(after) is not None:
+                    raise ViewChanged("a view was announced with the fence") from None
                 if after > NO_VIEW:
                     self.member.suspect(after, "no new view came", None)
+
+    def announced(self, after: tuple[int, int]) -> View | None:
+        """The view, newer than `after`, that is to let this joiner in with the fence."""
+        pending = self.member.pending
+        return pending.view if pending is not None and pending.view.id > max(after, self.member.latest.id) else None
 
     def reform(self, request: ask.Reform) -> bool:
         since = time.monotonic()
@@ -427,8 +451,9 @@ class Engine:
             self.group = None
             return True
         view, before = request.view, self.group.members if self.group is not None else ()
+        self.let_go()
         try:
-            group = self.backend.form(view, self.position.position, self.position.me, self.timeouts.connect)
+            group = self.form_group(view)
         except PeerLost as loss:
             self.group = None
             log.info("view %s could not be formed: %s", view.id, loss)
@@ -446,6 +471,68 @@ class Engine:
                          gone=tuple(m for m in before if m not in view.members))
         return True
 
+    def let_go(self) -> None:
+        """A view that ends in order, since another was announced with the fence: nobody may close its connections before
+        all have passed its last fence. Whoever sees them closed has passed it too."""
+        if self.group is None or self.group.lost is not None:
+            return
+        self.switching = True
+        try:
+            self.group.gather(number(Kind.PART, 2), b"").wait()
+        except PeerLost as loss:
+            log.debug("others switched already, or someone is lost: %s", loss)
+        self.group.revoke()
+        self.group.join(self.timeouts.drain)
+        self.switching = False
+
+    def form_group(self, view: View) -> Group:
+        """Raises PeerLost. A joiner that the fence lets in waits for the others to come, some step's time."""
+        position = self.position
+        while True:
+            joins = position.step is None and view.id > self.member.latest.id
+            limit = self.timeouts.coordinator if joins else self.timeouts.connect
+            try:
+                return self.backend.form(view, position.position, position.me, limit)
+            except PeerLost as loss:
+                if not joins or self.member.latest.id > view.id:
+                    raise
+                log.info("not let in yet: %s", loss)
+            try:
+                self.member.wait_view(view.id, self.timeouts.heartbeat)
+            except TimeoutError:
+                continue
+
+    def enter(self, request: ask.Enter) -> tuple[int, dict[int, Vector], tuple[int, int]] | None:
+        """The first message in a view that was announced with the fence."""
+        assert self.group is not None
+        said = b"" if request.says is None else ENCODER.encode(request.says)
+        try:
+            given = self.group.gather(number(Kind.ENTER, 0), said).wait()
+        except PeerLost as loss:
+            self.notice(loss)
+            return None
+        says: tuple[int, dict[int, Vector], tuple[int, int]] = ENTRIES.decode(next(part for part in given.values() if part))
+        step, vectors, buckets = says
+        return says if self.opened(step, vectors, buckets[0]) else None
+
+    def entered(self, request: ask.Entered) -> None:
+        self.member.entered(request.view)
+
+    def opened(self, step: int, vectors: Mapping[int, Vector], layout: int) -> bool:
+        """The view stands: members give state to joiners, a joiner asks for it. False: it fell again."""
+        group, position = self.group, self.position
+        assert group is not None
+        vector = vectors[max(vectors)] if vectors else {}
+        level = tuple(m for m in group.members if vector.get(m))
+        if position.level:
+            self.giver.open(group, [m for m in group.members if m not in level and m != group.me])
+            return True
+        if self.joiner is None:
+            assert self.hands is not None
+            self.joiner = Joiner(self, self.hands)
+            self.keep = self.joiner.keep
+        return self.joiner.open(group, level, step, layout)
+
     def confirm(self, request: ask.Confirm) -> bool:
         since = time.monotonic()
         if self.group is None:
@@ -457,7 +544,8 @@ class Engine:
             return False
         if self.recovery is not None:
             self.recovery.add("exchange", since)
-        return True
+        position = self.position
+        return position.step is None or not position.formed or self.opened(position.step, position.vectors, position.layout)
 
     def forward(self, request: ask.Forward) -> ask.Outcome:
         """Whole buckets, from the first who holds one to those who lack it."""
@@ -490,6 +578,21 @@ class Engine:
     def suspect(self, request: ask.Suspect) -> None:
         loss = self.group.lost if self.group is not None else None
         self.member.suspect(request.view, loss.reason if loss else "an operation failed", loss.peer if loss else None)
+
+    # -- joiners ----------------------------------------------------------------------------------------------------
+    def model(self) -> list[str]:
+        """What all replicas' models must have alike."""
+        return [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
+
+    def alike(self) -> list[str]:
+        return [*self.script, *self.model()]
+
+    def welcome(self) -> bytes:
+        return ENCODER.encode(Welcome(self.alike(), self.sums.store.learned or self.lessons))
+
+    def copy_state(self, step: int) -> Snapshot:
+        assert self.hands is not None
+        return self.hands.take(step)
 
     # -- the end ----------------------------------------------------------------------------------------------------
     def close(self, finished: bool) -> None:
