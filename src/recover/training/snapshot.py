@@ -243,7 +243,8 @@ class _Reader:
         part = local_part(parameter)
         device = part.device if ref.accelerated else torch.device("cpu")
         like = part.shape == source.shape and device == part.device
-        made = torch.empty_like(part, dtype=source.dtype) if like else torch.empty(source.shape, dtype=source.dtype, device=device)
+        made = (torch.empty_like(part, dtype=source.dtype) if like
+                else torch.empty(source.shape, dtype=source.dtype, device=device))
         made.copy_(source)
         if not ref.placed:
             return made
