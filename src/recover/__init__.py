@@ -15,6 +15,7 @@ from recover.errors import (
     JoinRefused,
     LateGradient,
     NotFinite,
+    Poisoned,
     RecoverError,
     Stopped,
 )
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["CheckpointDamaged", "Checkpoints", "Diverged", "Evicted", "FaultMissed", "JoinRefused", "LateGradient", "Microbatch",
-           "NotFinite", "RecoverError", "Run", "Step", "Stopped", "__version__", "join"]
+           "NotFinite", "Poisoned", "RecoverError", "Run", "Step", "Stopped", "__version__", "join"]
 
 _LAZY = {"Checkpoints": "recover.training.checkpoint",
          "join": "recover.training.run", "Run": "recover.training.run", "Step": "recover.training.step",

@@ -21,7 +21,7 @@ def facts(options: Options, mesh: dict[str, int], data: list[list[int]]) -> dict
     data set."""
     return dict(microbatches=options.microbatches, seed=options.seed, reduction=options.reduction, nonfinite=options.nonfinite,
                 buffers=options.buffers, bucket_bytes=options.bucket_bytes, first_bucket_bytes=options.first_bucket_bytes,
-                mesh=mesh, data=data)
+                mesh=mesh, data=data, skip=sorted(map(list, options.skip)))
 
 
 class Keeping:
