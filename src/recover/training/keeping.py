@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from recover import events
 from recover.training.checkpoint import Checkpoints
 from recover.training.engine import Engine
+from recover.training.forming import farewell
+from recover.training.numbers import Kind, number
 from recover.training.resuming import Resume, taken
 from recover.training.saving import Author, Saver, Training
 
@@ -46,6 +48,15 @@ class Keeping:
         resume, position = self.resume, self.engine.position
         self.run.record.emit(events.RUN_RESUMED, view=position.view.id, step=resume.start, steps=resume.start,
                              attempt=resume.attempt, state_hash=resume.hash or None)
+
+    def finish(self, timeout: float) -> None:
+        """The end of the run. Nobody goes before the last checkpoint is written: a launcher ends whoever is late."""
+        self.announce()
+        self.saver.settle()
+        group = self.engine.group
+        if group is not None:
+            with self.engine.activity.waiting():
+                farewell(group, number(Kind.PART, 2), timeout)
 
     def updated(self, step: int, digest: str, clock: float | None) -> None:
         """The update of `step` is done; `digest`: the hash after it, or "". """

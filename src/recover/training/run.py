@@ -536,8 +536,7 @@ class Run:
         if status == "finished":
             self.engine.publisher.publish(position.job.steps)
             if self.keeping is not None:
-                self.keeping.announce()
-                self.keeping.saver.settle()
+                self.keeping.finish(2 * self.timeouts.coordinator)
         elif self.keeping is not None:
             self.keeping.saver.drop("the replica ended")
         self.record.emit(events.RUN_END, status=status, last_step=last, final_loss=None if math.isnan(self._loss) else self._loss,
