@@ -79,7 +79,7 @@ def test_a_skipped_step_changes_no_parameter(tmp_path):
     assert receipts[2]["skipped"] == [0]
 
 
-@pytest.mark.parametrize("skip", [[KILLER], [3, [1, 0]]])
+@pytest.mark.parametrize("skip", [[KILLER], [3, [1, 0], [0, 5]]])
 def test_it_is_what_a_plain_loop_without_them_does(tmp_path, skip):
     """In `fast`, to rounding."""
     settings = {"steps": STEPS, "skip": skip, "reduction": "fast"}
@@ -100,7 +100,9 @@ def test_whoever_was_stopped_goes_on_without_it(tmp_path, skipped):
     assert result.hash == skipped.hash
 
 
-@pytest.mark.parametrize(("skip", "said"), [([[0, 1]], "learns from step 0"), ([[1, 99]], "below 12"), (["x"], "holds steps")])
+@pytest.mark.parametrize(("skip", "said"), [
+    ([[0, 0]], "from which the run learns"), ([0], "from which the run learns"),
+    ([[1, 99]], "below 12"), (["x"], "holds steps")])
 def test_mistakes(tmp_path, skip, said):
     with cluster(tmp_path, TRAIN, 1, settings={"steps": 2, "skip": skip}) as made:
         made.wait()

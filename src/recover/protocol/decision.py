@@ -27,6 +27,9 @@ from recover.errors import Poisoned, Stopped
 from recover.protocol.messages import Bucket, Name, Report, Vector
 from recover.workload.policy import Policy
 
+LESSON = (0, 0)
+"""The microbatch from which a run learns the order of its buckets; the one that can't be skipped."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -99,9 +102,8 @@ def spared(old: Mapping[int, Report], high: int, skipped: frozenset[Name], kille
     """Killers among the lost microbatches of the step at hand. Raises Poisoned."""
     owed = {i for r in old.values() for i in (*r.owes.get(high, ()), *r.shadow.get(high, ()))}
     found = sorted(name for name in killers if name[0] == high and name[1] not in owed and name not in skipped | job.skip)
-    if found and (not job.spares_killers or high == 0):
-        step, index = found[0]
-        raise Poisoned(step, index)
+    if found and (not job.spares_killers or found[0] == LESSON):
+        raise Poisoned(*found[0])
     return frozenset(found)
 
 

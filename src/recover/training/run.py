@@ -40,7 +40,7 @@ from recover.parallel.inner import Agreement, Alone, Inner
 from recover.parallel.mesh import Place
 from recover.parallel.ranks import build_mesh, shared_token
 from recover.protocol import requests as ask
-from recover.protocol.decision import Job
+from recover.protocol.decision import LESSON, Job
 from recover.protocol.messages import NO_VIEW
 from recover.protocol.position import Position
 from recover.training.checkpoint import Checkpoints
@@ -91,10 +91,10 @@ class Options:
             raise ValueError(f'nonfinite must be "raise", "skip" or "keep", not {self.nonfinite!r}')
         if self.poison not in ("stop", "skip"):
             raise ValueError(f'poison must be "stop" or "skip", not {self.poison!r}')
-        wrong = [name for name in sorted(self.skip) if name[0] < 1 or not 0 <= name[1] < self.microbatches]
+        wrong = [name for name in sorted(self.skip) if name == LESSON or name[0] < 0 or not 0 <= name[1] < self.microbatches]
         if wrong:
-            raise ValueError(f"skip: {wrong[0]} is no (step, index) with a step of at least 1 (the run learns from step 0) and "
-                             f"an index below {self.microbatches}")
+            raise ValueError(f"skip: {wrong[0]} is no (step, index) with an index below {self.microbatches}, or it is (0, 0), "
+                             "from which the run learns")
         if self.hash_every < 0:
             raise ValueError(f"hash_every must be 0 (never) or a number of steps, not {self.hash_every}")
 
