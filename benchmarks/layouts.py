@@ -1,6 +1,6 @@
 """Replicas of several ranks: gradients, hashes and deaths of single ranks, for FSDP2, pipeline x TP and pipeline x FSDP2.
 
-    python benchmarks/layouts.py [--out benchmarks/records/layouts.json]
+    python benchmarks/layouts.py [--no-record]
 
 Trains the tiny model of the run tests (`tests/integration/rank_script.py`) with real processes and real SIGKILLs:
 
@@ -15,8 +15,6 @@ Prints a table and exits 1 unless all bars are met.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import signal
 import sys
 import tempfile
@@ -25,24 +23,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
+import common
 
-from exactness import ROOT, commit
+sys.path.insert(0, str(common.ROOT / "tests" / "integration"))
 
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "integration")]
+from harness import Fault, Result
+from ranks_harness import LAYOUTS, RECOVERY, dies_in_recovery, grid, hashes, kill, losses, places, run
+from run_checks import healthy
 
-from harness import Fault, Result  # noqa: E402
-from ranks_harness import grid, hashes, kill, losses, run  # noqa: E402
-from run_checks import healthy  # noqa: E402
-
-from recover.training.run import processor  # noqa: E402
-
-POSITIONS = {"fsdp": 2, "pp_tp": 4, "pp_fsdp": 4}
 STEPS, MIDDLE = 4, 2
-PLACES = ("compute:1", "backward:0", "reduce:1", "complete", "fence", "optimizer", "between")
-RECOVERY = ("exchange", "recompute", "redo", "forward")
 INSIDE = (("fsdp", 1, "all_gather"), ("fsdp", 0, "reduce_scatter"), ("pp_tp", 1, "all_reduce"), ("pp_tp", 2, "flush"),
           ("pp_fsdp", 1, "flush"), ("pp_fsdp", 3, "all_gather"))
 Row = dict[str, Any]
@@ -50,15 +39,10 @@ Row = dict[str, Any]
 
 def plans(layout: str, position: int) -> Iterator[tuple[str, int, list[Fault], dict[int, Any]]]:
     """(place, replicas, plan, settings of single replicas)"""
-    for place in PLACES:
-        if place != "backward:0" or layout == "fsdp":   # a pipeline's schedule calls backward itself: see INSIDE, "flush"
-            yield place, 2, [kill(1, position, MIDDLE, place)], {}
-    for place in RECOVERY:                              # replica 0 dies first; 1 dies in the recovery from that, 2 is left
-        other = {}
-        if place == "forward":                          # what replica 2 lost is forwarded by the lowest that has it
-            other = {2: {"settings": {"forget": {"step": MIDDLE, "buckets": [0]}}}}
-        first = kill(0, position, MIDDLE, "reduce:2") if place == "forward" else kill(0, 0, MIDDLE, "compute:1")
-        yield place, 3, [first, kill(1, position, MIDDLE, place)], other
+    for place in places(layout):
+        yield place, 2, [kill(1, position, MIDDLE, place)], {}
+    for place in RECOVERY:
+        yield place, 3, *dies_in_recovery(position, place, MIDDLE)
 
 
 def checked(directory: Path, layout: str, replicas: int, reference: Result | None, **options: Any) -> tuple[Result | None, str]:
@@ -66,9 +50,9 @@ def checked(directory: Path, layout: str, replicas: int, reference: Result | Non
     exact = options.get("settings", {}).get("reduction") != "fast"
     settings = {"layout": layout, "steps": STEPS} | options.pop("settings", {})
     try:
-        result, _ = run(directory, replicas, POSITIONS[layout], settings=settings, **options)
+        result, _ = run(directory, replicas, LAYOUTS[layout], settings=settings, **options)
         healthy(result, STEPS, exact=exact)
-        if reference is not None and hashes(result, POSITIONS[layout]) != hashes(reference, POSITIONS[layout]):
+        if reference is not None and hashes(result, LAYOUTS[layout]) != hashes(reference, LAYOUTS[layout]):
             return result, "another hash"
         if reference is not None and losses(result) != losses(reference):
             return result, "other losses"
@@ -78,7 +62,7 @@ def checked(directory: Path, layout: str, replicas: int, reference: Result | Non
 
 
 def gradients(directory: Path) -> Iterator[Row]:
-    for layout in POSITIONS:
+    for layout in LAYOUTS:
         for what, plan in (("nothing", []), ("compute:1 and reduce:1", [kill(0, 1, 1, "compute:1"), kill(2, 0, 2, "reduce:1")])):
             result, problem = checked(directory, layout, 3, None, plan=plan, settings={"reduction": "fast", "reference": True})
             errors = [said["relative"] for rank in result.survivors for said in rank.all("error")] if result else [1.0]
@@ -87,7 +71,7 @@ def gradients(directory: Path) -> Iterator[Row]:
 
 
 def exact(directory: Path) -> Iterator[Row]:
-    for layout, positions in POSITIONS.items():
+    for layout, positions in LAYOUTS.items():
         reference, problem = checked(directory, layout, 1, None)
         yield dict(layout=layout, position=None, killed_at="nothing", problem=problem)
         for position in range(positions):
@@ -110,7 +94,7 @@ def inside(directory: Path) -> Iterator[Row]:
 
 
 def leaving(directory: Path) -> Iterator[Row]:
-    for layout, positions in POSITIONS.items():
+    for layout, positions in LAYOUTS.items():
         for position in range(positions):
             seconds = departure(directory, layout, position)
             yield dict(layout=layout, position=position, seconds=seconds, problem="" if seconds <= 2 else "bar")
@@ -118,7 +102,7 @@ def leaving(directory: Path) -> Iterator[Row]:
 
 def departure(directory: Path, layout: str, position: int) -> float:
     """Seconds from a rank's death to the end of the last rank of its replica. `failure_timeout` is 30 s: nobody waits for it."""
-    positions = POSITIONS[layout]
+    positions = LAYOUTS[layout]
     victim = positions + position
     settings = {"layout": layout, "steps": STEPS}
     with grid(directory, 2, positions, plan=[kill(1, position, 1, "compute:1")], settings=settings, failure_timeout=30.0) as made:
@@ -133,7 +117,6 @@ def departure(directory: Path, layout: str, position: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records" / "layouts.json")
     parser.add_argument("--no-record", action="store_true", help="write nothing")
     options = parser.parse_args()
     results: dict[str, list[Row]] = {}
@@ -147,27 +130,25 @@ def main() -> int:
     good = not any(row["problem"] for rows in results.values() for row in rows)
     show(results)
     if not options.no_record:
-        record = dict(command="python benchmarks/layouts.py", commit=commit(), good=good, steps=STEPS, torch=torch.__version__,
-                      python=platform.python_version(), processor=processor(), system=platform.system(), results=results)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        common.record("layouts", "gradients within 1e-5; every hash equal; a broken replica's last rank gone within 2 s", good,
+                      {"steps": STEPS, "step of the kill": MIDDLE}, results)
     return 0 if good else 1
 
 
 def show(results: dict[str, list[Row]]) -> None:
-    table = Table("", *POSITIONS, title="replicas of several ranks")
-
     def of(part: str, layout: str) -> list[Row]:
         return [row for row in results[part] if row["layout"] == layout]
 
     def fine(part: str) -> list[str]:
-        return [f"{sum(not row['problem'] for row in of(part, each))} of {len(of(part, each))}" for each in POSITIONS]
-    table.add_row("gradient against one process, worst relative error (bar 1e-5)",
-                  *(f"{max(row['worst'] for row in of('gradients', each)):.1e}" for each in POSITIONS))
-    table.add_row("exact: hash equals the failure-free one", *fine("exact"))
-    table.add_row("killed inside a collective of the replica: step whole, hash equal", *fine("inside"))
-    table.add_row("last rank of a broken replica gone after, worst (bar 2 s)",
-                  *(f"{max(row['seconds'] for row in of('leaving', each)):.2f} s" for each in POSITIONS))
-    Console().print(table)
+        return [f"{sum(not row['problem'] for row in of(part, each))} of {len(of(part, each))}" for each in LAYOUTS]
+
+    common.show("replicas of several ranks", ("", *LAYOUTS), (
+        ("gradient against one process, worst relative error", *(f"{max(row['worst'] for row in of('gradients', each)):.1e}"
+                                                                 for each in LAYOUTS)),
+        ("exact: hash equals that of one replica", *fine("exact")),
+        ("killed inside a collective of the replica: step whole, hash equal", *fine("inside")),
+        ("last rank of a broken replica gone after, worst, s", *(max(row["seconds"] for row in of("leaving", each))
+                                                                 for each in LAYOUTS))))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,23 @@
 """How many lines of the training loop change when a replica becomes several ranks under FSDP2.
 
-    python benchmarks/loop_lines.py [--out benchmarks/records/loop_lines.json]
+    python benchmarks/loop_lines.py
 
 Compares the loops of `examples/train_gpt.py` and `examples/train_hsdp.py`, from `with run:` on, comments aside. Prints the
 lines that differ; exits 1 if there are more than 5.
 """
 from __future__ import annotations
 
-import argparse
 import difflib
-import json
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import common
+
 BAR = 5
 
 
 def loop(name: str) -> list[str]:
     """From `with run:` to the end of `main`, without comments."""
-    lines = (ROOT / "examples" / name).read_text().splitlines()
+    lines = (common.ROOT / "examples" / name).read_text().splitlines()
     start = lines.index("    with run:")
     end = next(n for n in range(start, len(lines)) if lines[n] and not lines[n].startswith(" "))
     return [line.split("  #")[0].rstrip() for line in lines[start:end] if line.strip()]
@@ -37,17 +35,15 @@ def differing() -> list[tuple[str, str]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "records" / "loop_lines.json")
-    args = parser.parse_args()
+def main() -> int:
     found = differing()
     for old, new in found:
         print(f"- {old.strip()}\n+ {new.strip()}")
-    print(f"{len(found)} lines of {len(loop('train_gpt.py'))} differ (bar: at most {BAR})")
-    args.out.write_text(json.dumps({"differing": len(found), "lines": len(loop("train_gpt.py"))}, indent=1) + "\n")
-    sys.exit(len(found) > BAR)
+    common.record("loop_lines", f"at most {BAR} lines differ", len(found) <= BAR, {},
+                  {"differing": len(found), "lines": len(loop("train_gpt.py"))})
+    print(f"{len(found)} lines of {len(loop('train_gpt.py'))} differ")
+    return int(len(found) > BAR)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

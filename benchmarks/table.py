@@ -19,7 +19,7 @@ def rows() -> list[tuple[str, str, str]]:
     coordinator, memory = record("coordinator_loss")["results"], record("memory")["results"]["bytes_per_parameter"]
     hashes, wrong = {run["hash"] for run in exact["runs"]}, sum(bool(run["problem"]) for run in exact["runs"])
     layouts = record("layouts")["results"]
-    killed = [row for part in ("exact", "inside") for row in layouts[part]]
+    killed = [row for part in ("exact", "inside") for row in layouts[part] if row["killed_at"] != "nothing"]
     total, window = detection["total_ms"], coordinator["window_ms"]
     return [
         (f"`exact`: hash of weights and optimizer state after {exact['steps']} steps, {len(exact['runs'])} runs: 1 to 5 "

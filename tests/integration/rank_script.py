@@ -263,6 +263,7 @@ def train(script: Script) -> None:
             setup.optimizer.zero_grad()
             script.say("step", step=step.index, loss=step.loss.hex(), buckets=run.sums.gradient_count)
         if setup.s["evaluate"]:
+            assert all(p.grad is None for p in setup.model.parameters())
             script.say("evaluation", step=setup.s["steps"], scores=run.evaluation, truth=setup.truth())
     script.say("done")
 

@@ -16,6 +16,25 @@ from harness import PATIENCE, RUN, Cluster, Fault, Rank, Result
 from recover import events
 
 TRAIN = "rank_script:train"
+LAYOUTS = {"fsdp": 2, "pp_tp": 4, "pp_fsdp": 4}         # ranks of a replica
+RECOVERY = ("exchange", "recompute", "redo", "forward")
+
+
+def places(layout: str) -> tuple[str, ...]:
+    """Of a step. A pipeline's schedule calls backward itself: no fault is planned inside it."""
+    inside = ("backward:0",) if layout == "fsdp" else ()
+    return ("compute:1", *inside, "reduce:1", "complete", "fence", "optimizer", "between")
+
+
+def dies_in_recovery(position: int, place: str, step: int) -> tuple[list[Fault], dict[int, Any]]:
+    """Of 3 replicas, 0 dies first, then a rank of 1 in the recovery from that: the plan, and settings of single replicas.
+
+    For something to forward, replica 2 is made to lack a bucket that the dead had summed with all.
+    """
+    last = kill(1, position, step, place)
+    if place != "forward":
+        return [kill(0, 0, step, "compute:1"), last], {}
+    return [kill(0, position, step, "reduce:2"), last], {2: {"settings": {"forget": {"step": step, "buckets": [0]}}}}
 
 
 def quiet_ports(n: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Training loops with one guard left out each, for the negative controls: a run with it must not pass for a good one."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from run_script import Setup, update
 
 import recover
 from recover.protocol import requests as ask
-from recover.training.evaluation import Evaluation
+from recover.training.evaluation import Evaluation, Evaluator
 
 
 def launches_early(run: recover.Run) -> None:
@@ -93,6 +93,18 @@ def train(script: Script) -> None:
             update(setup)
             script.say("step", step=step.index, loss=step.loss.hex())
     script.say("done")
+
+
+def enters_twice(script: Script) -> None:
+    """Microbatches are in the table of scores twice."""
+    score = Evaluator.score
+
+    def scored(self: Evaluator, step: int, indices: Sequence[int]) -> None:
+        score(self, step, indices)
+        for index in indices:
+            self.table.entered(index)
+    Evaluator.score = scored
+    run_script.evaluates(script)
 
 
 def scores_twice(script: Script) -> None:

@@ -24,11 +24,11 @@ DEFAULTS: dict[str, Any] = dict(
     steps=30, microbatches=12, seed=3, reduction="exact", hash_every=1, policy="balanced", nonfinite="raise",
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
-    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None)
+    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None, samples=37)
 """spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
 microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
 "buckets"}: see `forgetful`. dies: "form" (see `dies_forming`). order, width: make a model that does not fit the others'.
-compile: torch.compile's arguments."""
+compile: torch.compile's arguments. samples: of `evaluates`."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -217,7 +217,7 @@ class Numbered(Tokens):
 
 
 def evaluates(script: Script) -> None:
-    """Evaluates 37 samples every third step and at the end. Says which samples were scored, and what came out."""
+    """Evaluates every third step and at the end. Says which samples were scored, and what came out."""
     setup = Setup(script)
     with setup.join() as run:
         now = [0]
@@ -229,7 +229,7 @@ def evaluates(script: Script) -> None:
             loss = cross_entropy(setup.model(x), y.flatten(), reduction="sum")
             return {"loss": (loss, y.numel()), "sum of numbers": (numbers.sum(), 1)}
 
-        run.evaluate(Numbered(37), 4, score, every=3)
+        run.evaluate(Numbered(setup.s["samples"]), 4, score, every=3)
         for step in run.steps(setup.s["steps"]):
             now[0] = step.index
             for microbatch in step:
@@ -242,6 +242,7 @@ def evaluates(script: Script) -> None:
             update(setup)
             script.say("step", step=step.index, loss=step.loss.hex(), leader=run.is_leader)
             now[0] = step.index + 1
+        assert all(p.grad is None for p in setup.model.parameters())
         script.say("evaluation", step=now[0], scores=run.evaluation, truth=setup.truth(37))
     script.say("done")
 

@@ -71,11 +71,21 @@ def test_fast_and_fewer_microbatches_than_replicas(tmp_path):
     sound(go(tmp_path, 3, [fault(1, 3, "complete")], microbatches=2))
 
 
-def test_replicas_that_evaluate_differently(tmp_path):
+@pytest.mark.parametrize(("name", "values", "said"), [
+    ("steps", (7, 8), ("'7 steps'", "'8 steps'")),
+    ("samples", (37, 41), ("'evaluation: 37 samples in batches of 4", "'evaluation: 41 samples in batches of 4"))])
+def test_replicas_that_evaluate_differently(tmp_path, name, values, said):
     result = run(tmp_path, "run_script:evaluates", 2, expect_dead=range(2),
-                 per_replica={r: {"settings": {"steps": STEPS + r}} for r in range(2)})
+                 per_replica={r: {"settings": {"steps": STEPS, name: value}} for r, value in enumerate(values)})
     for rank in result.ranks.values():
-        assert f"the replicas' scripts differ: replica 0 has '{STEPS} steps', replica 1 has '{STEPS + 1} steps'" in rank.output
+        assert "the replicas' scripts differ" in rank.output
+        assert all(f"replica {r} has {text}" in rank.output for r, text in enumerate(said)), rank.output
+
+
+def test_a_policy_that_does_not_keep_b_is_refused(tmp_path):
+    """Who dies would take its part of the set along."""
+    result = run(tmp_path, "run_script:evaluates", 1, expect_dead=[0], settings={"policy": "shrinking"})
+    assert "the policy 'shrinking' lets microbatches go with the dead" in result.ranks[0].output
 
 
 def test_a_negative_control(tmp_path):
@@ -84,3 +94,10 @@ def test_a_negative_control(tmp_path):
     with pytest.raises(AssertionError):
         sound(result)
     assert max(scored(result, 0).values()) > 1
+
+
+def test_a_table_of_scores_that_holds_a_microbatch_twice_ends_the_run(tmp_path):
+    result = run(tmp_path, "run_mutants:enters_twice", 2, expect_dead=range(2), settings=dict(steps=STEPS))
+    for rank in result.ranks.values():
+        assert "AssertionError: I1: the metrics hold microbatches [2" in rank.output
+        assert not rank.receipts

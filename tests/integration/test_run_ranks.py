@@ -6,18 +6,17 @@ import signal
 
 import pytest
 from harness import fault
-from ranks_harness import grid, hashes, kill, losses, run
+from ranks_harness import LAYOUTS, RECOVERY, dies_in_recovery, grid, hashes, kill, losses, places, run
 from run_checks import computed, healthy
 
 from recover.training.engine import LEFT
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 
-SIZES = {"fsdp": (3, 2), "pp_tp": (2, 4), "pp_fsdp": (2, 4)}        # replicas, ranks of each
 STEPS, B = 4, 6
-PLACES = ("compute:1", "backward:0", "reduce:1", "complete", "fence", "optimizer", "between")
-RECOVERY = ("exchange", "recompute", "redo", "forward")
-PIPELINED = tuple(place for place in PLACES if place != "backward:0")   # a schedule calls backward itself: see "flush"
+REPLICAS = {"fsdp": 3, "pp_tp": 2, "pp_fsdp": 2}
+SIZES = {layout: (REPLICAS[layout], ranks) for layout, ranks in LAYOUTS.items()}
+PLACES = places("fsdp")
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +74,15 @@ def test_pipelines_a_kill(tmp_path, reference, layout, victim, place):
     assert result.lost() == [victim[0]]
 
 
-def dies_in_recovery(folder, layout, position, place):
-    """Replica 0 dies first; a rank of 1 in the recovery from that; 2 is left."""
-    first = kill(0, position, 2, "reduce:2") if place == "forward" else kill(0, 0, 2, "compute:1")
-    forgets = {2: {"settings": {"forget": {"step": 2, "buckets": [0]}}}} if place == "forward" else {}
-    return run(folder, 3, SIZES[layout][1], plan=[first, kill(1, position, 2, place)], settings={"layout": layout},
-               per_replica=forgets)[0]
+def in_recovery(folder, layout, position, place):
+    plan, special = dies_in_recovery(position, place, 2)
+    return run(folder, 3, LAYOUTS[layout], plan=plan, settings={"layout": layout}, per_replica=special)[0]
 
 
 @pytest.mark.parametrize(("layout", "position", "place"), [
     ("fsdp", 1, "exchange"), ("fsdp", 0, "recompute"), ("fsdp", 1, "redo"), ("fsdp", 1, "forward"), ("pp_tp", 3, "recompute")])
 def test_a_kill_inside_a_recovery(tmp_path, reference, layout, position, place):
-    same(dies_in_recovery(tmp_path, layout, position, place), layout, reference)
+    same(in_recovery(tmp_path, layout, position, place), layout, reference)
 
 
 @pytest.mark.slow
@@ -94,7 +90,7 @@ def test_a_kill_inside_a_recovery(tmp_path, reference, layout, position, place):
 @pytest.mark.parametrize("place", RECOVERY)
 @pytest.mark.parametrize(("layout", "position"), [(layout, n) for layout, (_, size) in SIZES.items() for n in range(size)])
 def test_a_kill_of_every_position_inside_a_recovery(tmp_path, reference, layout, position, place):
-    same(dies_in_recovery(tmp_path, layout, position, place), layout, reference)
+    same(in_recovery(tmp_path, layout, position, place), layout, reference)
 
 
 @pytest.mark.slow
@@ -102,7 +98,7 @@ def test_a_kill_of_every_position_inside_a_recovery(tmp_path, reference, layout,
 @pytest.mark.parametrize("step", [0, 1, STEPS - 1])
 @pytest.mark.parametrize(("layout", "position", "place"), [
     (layout, position, place) for layout, (_, positions) in SIZES.items() for position in range(positions)
-    for place in (PLACES if layout == "fsdp" else PIPELINED)])
+    for place in places(layout)])
 def test_a_kill_of_every_position_at_every_place(tmp_path, reference, layout, position, place, step):
     result, _ = go(tmp_path, layout, [kill(step % 2, position, step, place)])
     same(result, layout, reference)

@@ -48,6 +48,11 @@ def test_replicas_that_ask_for_different_things(tmp_path, name, values):
     assert all(str(value) in output for value in values) or name == "policy"
 
 
+def test_exact_with_kernels_that_are_chosen_by_measuring(tmp_path):
+    (output,) = refused(tmp_path, 1, settings={"compile": {"mode": "max-autotune"}})
+    assert 'reduction="exact" needs the same kernels on every replica' in output
+
+
 @pytest.mark.parametrize(("settings", "words"), [
     ({"width": 24}, ["embedding.weight: (32, 16)", "embedding.weight: (32, 24)"]),
     ({"order": "other"}, ["embedding.weight", "up.weight"]),

@@ -161,10 +161,8 @@ class Pipeline:
         while len(self._forwards) > KEPT:
             self._forwards.popitem(last=False)
         losses: list[Tensor] = []
-        kept = Kept(list(self.modules.values()))        # the first of each shape begins with shape inference
-        with torch.no_grad():
+        with torch.no_grad():                           # shape inference, too, is then without a backward
             schedule.eval(*args, target=target, losses=losses)
-        kept.put_back()
         return losses
 
     def _build(self, size: int) -> Flight:

@@ -129,7 +129,6 @@ class Engine:
                     self.injector.at("recompute", request.step)
                 self.launching = request
                 self.sums.before_forward(request.last, self.pipelined)
-                self.since = time.monotonic()
                 return request
             if isinstance(request, ask.Commit):
                 self.commit(request)
@@ -190,6 +189,10 @@ class Engine:
         """The exponents of `exact` are set: the first step begins, with empty sums."""
         self.needs_calibration = False
         self.sums.begin(step)
+
+    def handed_out(self) -> None:
+        """The script gets its microbatch: from here on the time is the microbatch's."""
+        self.since = time.monotonic()
 
     @contextmanager
     def microbatch(self) -> Iterator[Entry]:

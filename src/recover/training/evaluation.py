@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from recover.training.metrics import Metrics, total
-from recover.training.sampling import MapDataset, preserved_random_state, seed_everything
+from recover.training.sampling import MapDataset, seed_everything
 
 Score = Callable[[Any], Mapping[str, tuple[float | Tensor, float | Tensor]]]
 """A collated batch in, {name: (sum over the batch, weight of the batch)} out."""
@@ -85,12 +85,12 @@ class Evaluation:
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, models are in evaluation mode, nothing records gradients, and random numbers are not those of training."""
+    """Inside, models are in evaluation mode, and nothing records gradients. (Whoever hands out a microbatch seeds anew.)"""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
     try:
-        with torch.no_grad(), preserved_random_state():
+        with torch.no_grad():
             yield
     finally:
         for module, mode in modes:

@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import secrets
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -236,6 +235,9 @@ class Run:
         """
         if self._started or not hasattr(self, "managed"):
             raise RuntimeError("run.evaluate is called after run.manage and before run.steps")
+        if not self.options.policy.constant:
+            raise ValueError(f"the policy {self.options.policy.name!r} lets microbatches go with the dead, and their parts of an "
+                             "evaluation set with them: evaluate with a policy that keeps B")
         if self.sums.evaluator is not None:
             raise RuntimeError("run.evaluate is called once: one score function may give several names")
         evaluation = Evaluation(dataset, batch_size, score, every, collate_fn or default_collate, self.place.data_rank,
@@ -330,15 +332,13 @@ class Run:
         evaluator = self.sums.evaluator
         if evaluator is not None and evaluator.evaluation.due(step, self._steps):
             evaluator.score(step, indices)
-            self.engine.since = time.monotonic()        # a microbatch's time is without it
 
     def _evaluate_last(self, step: Step) -> None:
-        """After the last update: a step of microbatches without a backward, whose zeros are reduced and dropped."""
+        """After the last update: a step of microbatches without a backward, which leaves no `.grad`."""
         self.engine.pipelined = True                    # FSDP has nothing to withhold
         for _ in step:
             with step.microbatch() as entry:
                 entry.loss = 0.0
-        self.sums.store.clear()
 
     def _not_finite(self, step: Step, text: str) -> None:
         if self.options.nonfinite == "raise":

@@ -91,6 +91,7 @@ class Step:
     def _hand_out(self, chunk: tuple[Microbatch, ...]) -> Iterator[tuple[Microbatch, ...]]:
         self._current, self._done = chunk, False
         self._run.enter(chunk[0])
+        self._run.engine.handed_out()
         yield chunk
         if not self._done:
             self._run.sums.store.check()                # a bare loss.backward(), say

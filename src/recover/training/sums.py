@@ -47,13 +47,16 @@ class Sums:
         if self.sharded:
             fsdp.watch(self.sharded, store.track(fsdp.sharded(self.sharded)))
         self._tables = [metrics]
-        self._others: list[BufferWatch | Metrics] = [metrics] if buffers.empty else [buffers, metrics]
 
     def attach(self, evaluator: Evaluator) -> None:
         """(Before the first step.) Its scores travel too."""
         self.evaluator = evaluator
         self._tables.append(evaluator.table)
-        self._others.append(evaluator.table)
+
+    @property
+    def _others(self) -> list[BufferWatch | Metrics]:
+        """What has the buckets behind the gradient's."""
+        return [*self._tables] if self.buffers.empty else [self.buffers, *self._tables]
 
     @property
     def gradient_count(self) -> int:
