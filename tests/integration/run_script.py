@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Any
 
+import msgspec
 import torch
 from harness import Script
 from torch import Tensor, nn
@@ -14,7 +15,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 import recover
+from recover.protocol import catchup
 from recover.protocol import requests as ask
+from recover.training import joining
+from recover.training.fetching import Fetch
+from recover.training.giving import Giver, What
 from recover.training.sampling import Sampler, Samples, seed_everything
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
@@ -24,11 +29,12 @@ DEFAULTS: dict[str, Any] = dict(
     steps=30, microbatches=12, seed=3, reduction="exact", hash_every=1, policy="balanced", nonfinite="raise",
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
-    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None,
-    checkpoint=None, save=(), drag=0.0, samples=37)
+    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None, optimizer="adamw", piece=None,
+    drip=0.0, kept=None, lag=0.0, wrong=None, checkpoint=None, save=(), drag=0.0, samples=37)
 """spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
 microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
-"buckets"}: see `forgetful`. dies: "form" (see `dies_forming`). order, width: make a model that does not fit the others'.
+"buckets"}: see `forgetful`. dies: "form" (see `dies_forming`), or "giving", "fetching" (see `joins`).
+optimizer: or "sgd". piece, drip, kept, lag, wrong: see `joins`. order, width: make a model that does not fit the others'.
 compile: torch.compile's arguments. checkpoint: arguments of recover.Checkpoints. save: steps in which to call run.save().
 drag: seconds after each microbatch. samples: of `evaluates`."""
 
@@ -89,6 +95,8 @@ class Setup:
         if s["compile"] is not None:
             self.model = torch.compile(self.model, **s["compile"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
+        if s["optimizer"] == "sgd":
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=3e-2, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / math.sqrt(n + 1))
 
     def join(self) -> recover.Run:
@@ -165,6 +173,53 @@ def dies_forming(run: recover.Run) -> None:
     run._start = start
 
 
+def joins(setup: Setup) -> None:
+    """Everything that a test changes about joining. piece: bytes; drip: seconds before each; kept: bytes of steps to be replayed.
+
+    dies: "giving" or "fetching" the third piece. wrong: "copy": takes a copy for that of the step after it; "skip": replays a
+    step without its sums.
+    """
+    s, count = setup.s, [0]
+    catchup.PIECE = s["piece"] or catchup.PIECE
+    joining.KEPT_BYTES = s["kept"] or joining.KEPT_BYTES
+    answer, take, put, replay = Giver._answer, Fetch._take_piece, joining.Joiner._put, joining.Joiner._replay
+
+    def count_to_three() -> None:
+        count[0] += 1
+        if count[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def answers(self: Giver, group: Any, joiner: int, question: list[int]) -> Any:
+        if question[0] == What.PIECE:
+            count_to_three()
+        return answer(self, group, joiner, question)
+
+    def takes(self: Fetch, *given: Any) -> None:
+        time.sleep(s["drip"])
+        if s["dies"] == "fetching":
+            count_to_three()
+        take(self, *given)
+
+    def puts(self: joining.Joiner, segment: joining.Segment) -> None:
+        head = msgspec.structs.replace(segment.head, step=segment.start + 1)
+        put(self, joining.Segment(segment.start + 1, head, segment.data, segment.hole))
+
+    def replays(self: joining.Joiner) -> ask.Commit:
+        request = replay(self)
+        count[0] += 1
+        if count[0] == 1:
+            setup.model.zero_grad(set_to_none=True)
+        return request
+
+    if s["dies"] == "giving":
+        Giver._answer = answers
+    Fetch._take_piece = takes
+    if s["wrong"] == "copy":
+        joining.Joiner._put = puts
+    if s["wrong"] == "skip":
+        joining.Joiner._replay = replays
+
+
 def zero(setup: Setup, place: str) -> None:
     if setup.s["zero_grad"] in (place, "everywhere"):
         setup.optimizer.zero_grad(set_to_none=setup.s["set_to_none"])
@@ -184,11 +239,16 @@ def train(script: Script) -> None:
     setup = Setup(script)
     with setup.join() as run:
         run.on_preempted(lambda step: script.say("preempted", step=step, hash=run.hash()))
+        joins(setup)
         if setup.s["dies"] == "form":
             dies_forming(run)
+        first = True
         for step in run.steps(setup.s["steps"]):
             if setup.s["forget"] and step.index == 0:
                 forgetful(run, **setup.s["forget"])
+            if first and step.index:
+                time.sleep(setup.s["lag"])
+            first = False
             zero(setup, "before")
             for microbatch in step:
                 script.say("microbatch", step=microbatch.step, index=microbatch.index)

@@ -159,12 +159,54 @@ def test_the_same_life_may_come_back_over_another_connection_without_any_loss() 
     assert ranks[1].views[-1].members == (1,)
 
 
-def test_a_late_joiner_is_let_in_at_once() -> None:
+def entered(registrar: Registrar, rank: Rank) -> None:
+    registrar.entered(rank.connection, wire.Entered(rank.last(wire.NewPending).pending.view.id))
+
+
+def test_a_late_joiner_is_let_in_with_the_fence() -> None:
+    registrar, ranks = run(2)
+    first = registrar.core.view
+    joiner = Rank(7).join(registrar)
+    pending = joiner.last(wire.NewPending).pending
+    assert pending.base == first.id
+    assert pending.view.members == (0, 1, 7)
+    assert [rank.last(wire.NewPending).pending for rank in ranks] == [pending, pending]
+    assert registrar.core.view is first
+    entered(registrar, joiner)
+    assert registrar.core.view == pending.view
+    assert not joiner.views
+
+
+def test_who_comes_while_another_is_let_in_is_next() -> None:
+    registrar, _ = run(2)
+    one, two = Rank(7).join(registrar), Rank(8).join(registrar)
+    assert not [m for m in two.told if isinstance(m, wire.NewPending)]
+    entered(registrar, one)
+    assert two.last(wire.NewPending).pending.view.members == (0, 1, 7, 8)
+    assert two.last(wire.NewPending).pending.base == one.last(wire.NewPending).pending.view.id
+
+
+def test_a_death_lets_joiners_in_at_once() -> None:
+    registrar, ranks = run(2)
+    joiners = [Rank(7).join(registrar), Rank(8).join(registrar)]
+    ranks[1].die(registrar)
+    assert [joiner.views[-1].members for joiner in joiners] == [(0, 7, 8)] * 2
+
+
+def test_a_joiner_that_could_not_get_in_by_the_fence_says_so_and_gets_in_without() -> None:
     registrar, ranks = run(2)
     joiner = Rank(7).join(registrar)
-    assert joiner.views == [ranks[0].views[-1]]
-    assert joiner.views[0].members == (0, 1, 7)
-    assert not joiner.views[0].forming
+    registrar.suspect(joiner.connection, wire.Suspect(joiner.last(wire.NewPending).pending.view.id, "not formed", None))
+    assert joiner.views[-1].members == ranks[0].views[-1].members == (0, 1, 7)
+
+
+def test_a_joiner_that_waits_when_the_run_ends_is_told() -> None:
+    registrar, ranks = run(2)
+    joiner = Rank(7).join(registrar)
+    for rank in ranks:
+        registrar.finish(rank.connection)
+    assert joiner.last(wire.Refused).reason == "the run has finished"
+    assert registrar.over
 
 
 # -- going ----------------------------------------------------------------------------------------------------------

@@ -122,6 +122,18 @@ class Member:
                     return self.latest
                 self._wait(deadline, f"no view newer than {newer_than} within {timeout:g} s")
 
+    def wait_news(self, timeout: float) -> View:
+        """The first view, or (a joiner's) the one that is announced with the fence. Raises as `wait_view`."""
+        deadline = time.monotonic() + timeout
+        with self._news:
+            while True:
+                self._raise_final()
+                if self.latest.id > NO_VIEW:
+                    return self.latest
+                if self.pending is not None:
+                    return self.pending.view
+                self._wait(deadline, f"no view within {timeout:g} s")
+
     def exchange(self, view: ViewId, payload: bytes, timeout: float) -> dict[int, bytes]:
         """Everyone's payloads in `view`, by member, once all have sent theirs. One call at a time.
 

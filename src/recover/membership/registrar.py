@@ -20,7 +20,9 @@ and carries out what it puts into its outbox.
   - nobody can finish; and if all members that are silent are known to have died, nobody is waited for.
 * Facts (B, seed, versions, ...) must be those of the first rank registered. Ranks that have seen a view precede those
   that have not: a stranger that comes first after a restart can't shut the members out.
-* Late joiners are let in at once, by a view change.
+* Late joiners are let in with the fence, so that nobody stops for them: the view that will have them is announced, and
+  is the view once they say that they are in it. Who comes meanwhile is announced after that. A view that is issued for
+  another reason includes them all.
 """
 from __future__ import annotations
 
@@ -195,7 +197,7 @@ class Registrar:
             log.info("replica %d joined", member)
             self.core.joined(member, replica.endpoints)
             if not self.holding:
-                self.core.admit()
+                self.core.announce_join()
         if self.holding:
             self.reconsider()
 
@@ -382,13 +384,15 @@ class Registrar:
                 seat.announcement = Announcement(seat.announcement.view, False)
                 self.reconsider()
             return self.deliver()
-        if self.replicas[member].belongs(member, self.core.view):
+        pending = self.core.pending                     # a joiner that could not get in by the fence gets in without it
+        if any(self.replicas[member].belongs(member, view) for view in (self.core.view, *([pending.view] if pending else []))):
             self.core.suspect(message.view)
         self.deliver()
 
     def entered(self, connection: Connection, message: wire.Entered) -> None:
         """A member has switched to the view announced with the fence."""
         self.core.entered(message.view)
+        self.core.announce_join()                       # who came meanwhile
         self.deliver()
 
     def finish(self, connection: Connection) -> None:
@@ -400,6 +404,10 @@ class Registrar:
             self.release(replica)
             self.core.finish(member)
             log.info("replica %d finished", member)
+            if self.over:                               # nobody is left who could let anyone in
+                self.core.pending = None
+                for late in [n for n in self.replicas if n not in self.core.view.members]:
+                    self.dismiss(late, "the run has finished")
             self.deliver()
 
     def leave(self, connection: Connection) -> None:

@@ -121,6 +121,17 @@ class Position:
     def formed(self) -> bool:
         return self.fence >= -1
 
+    @property
+    def catching_up(self) -> bool:
+        """In the view, but without the parameters: a joiner that is not level yet."""
+        return self.step is not None and self.formed and not self.level
+
+    def givers(self, step: int | None = None) -> tuple[int, ...]:
+        """Members with a quota by the newest vector known, or by the one for `step`: they hold the parameters."""
+        known = [s for s in self.vectors if step is None or s <= step]
+        vector = self.vectors[max(known)] if known else {}
+        return tuple(m for m in self.view.members if vector.get(m))
+
     # -- the run ----------------------------------------------------------------------------------------------------
     def run(self) -> Generator[Any, Any, None]:
         well = False
@@ -318,6 +329,8 @@ class Position:
         assert answer is not None
         self.view, self.posted = answer.view, -2
         self.latest = max(self.latest, self.view.id)
+        if answer.reports is None:
+            self.step, self.level = None, False             # whoever is let in by the fence was not in the run
         self.trouble = not (yield Reform(self.view))
         if answer.reports is None:
             return (yield from self.let_in())

@@ -8,7 +8,8 @@ Receipts are read from every event file of a directory and checked, first each f
     chain    every receipt follows the one before it in its file, and its digest fits: nothing altered, missing,
              inserted or reordered. Digests made with a key are checked with that key
     steps    the steps of a file have no gap, and reach the step that its `run.end` claims; whoever contributed to step
-             t was still there two steps before and has a receipt of it (the last receipts of a casualty may be lost)
+             t was still there two steps before and has a receipt of it (the last receipts of a casualty may be lost).
+             A joiner's receipts begin where it caught up; it contributes only after two whole steps in the view
     I1       `who` names exactly one member for each of the B microbatches. A member that is gone may have contributed
              before it died, hence outside `members`; within one view nobody but its members does
     I2       `who`, divisor, loss (to the bit) and bucket checksums of a step agree over all replicas
@@ -306,14 +307,22 @@ def _resumed(runs: Sequence[Run]) -> Iterator[Offence]:
 
 
 def _witnesses(run: Run) -> Iterator[Offence]:
-    """Whoever contributed to step t must have a receipt of t-2, if it was a member then."""
+    """Whoever contributed to step t was a member two steps before, and has a receipt of that."""
     present = {(item.receipt.step, item.replica) for item in run.items()}
     members: dict[int, set[int]] = {}
     for item in run.items():
         members.setdefault(item.receipt.step, set(item.receipt.members)).intersection_update(item.receipt.members)
+    seen: dict[int, set[int]] = {}
+    for item in run.items():
+        seen.setdefault(item.receipt.step, set()).update(item.receipt.members)
     accused: set[tuple[int, int]] = set()
     for item in run.items():
         step = item.receipt.step - 2
+        for member in set(item.receipt.who) - seen.get(step, set(item.receipt.who)) - {-1}:
+            if (step, member) not in accused:
+                accused.add((step, member))
+                yield item.offence("steps", f"replica {member} contributed to step {step + 2}, but it was not in the view of "
+                                            f"step {step} yet: a joiner can't be level so soon")
         for member in set(item.receipt.who) & members.get(step, set()):
             if (step, member) not in present and (step, member) not in accused:
                 accused.add((step, member))

@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,26 +28,31 @@ import msgspec
 from recover import events
 from recover.collectives.contract import Backend, Group, Work
 from recover.config import Timeouts
-from recover.errors import LEFT, CheckpointDamaged, CoordinatorLost, Evicted, JoinRefused, PeerLost, Stopped, ViewChanged
+from recover.errors import LEFT, CheckpointDamaged, CoordinatorLost, Evicted, PeerLost, Stopped, ViewChanged
 from recover.faults.injector import Injector
 from recover.gradients.buckets import Entry
 from recover.gradients.layout import Learned
+from recover.gradients.store import GradientStore
 from recover.parallel.inner import NOTHING, Agreement, Share
 from recover.parallel.mesh import Place
 from recover.protocol import requests as ask
 from recover.protocol.coordinator import Announcement
-from recover.protocol.messages import NO_VIEW, Report, Speed, View
+from recover.protocol.messages import NO_VIEW, Report, Speed, Vector, View
 from recover.protocol.position import Position
 from recover.training import forming
+from recover.training.giving import Giver
+from recover.training.joining import Hands, Joiner, Welcome
 from recover.training.managed import Managed
 from recover.training.numbers import Kind, number
 from recover.training.recovery import Publisher, Recovery
 from recover.training.resuming import Resume
+from recover.training.snapshot import Snapshot
 from recover.training.sums import Sums, Whole
 from recover.workload import Speedometer
 
 log = logging.getLogger("recover.training")
 
+ENTRIES = msgspec.msgpack.Decoder(tuple[int, dict[int, Vector], tuple[int, int]])
 REPORTS = msgspec.msgpack.Decoder(Report)
 SPEEDS = msgspec.msgpack.Decoder(Speed)
 ENCODER = msgspec.msgpack.Encoder()
@@ -94,8 +99,13 @@ class Engine:
         self.recomputed = 0
         self.committed: Whole | None = None
         self.shares: list[Share] = []                       # of the step at hand, by position
+        self.giver = Giver(self.copy_state, self.welcome, timeouts, record)
+        self.hands: Hands | None = None                     # of this rank, should it come late
+        self.joiner: Joiner | None = None
+        self.keep: Callable[[ask.Commit], None] | None = None       # what becomes of a committed step while catching up
         self.mistake = ""                                   # this position's model is not like the other replicas'
         self.told_to_go = False                             # set by a signal handler, at any moment
+        self.switching = False                              # from a view to one that was announced with the fence
         self.parting = False                                # past the last fence: others may close their connections
         self.needs_calibration = sums.store.reduction == "exact"     # before the first step only
         self.activity = links.member.activity               # what the heartbeats say of this thread
@@ -109,7 +119,8 @@ class Engine:
             ask.Agree: self.agree, ask.Relayout: self.relayout, ask.Form: self.form, ask.PostFence: self.post_fence,
             ask.AwaitFence: self.await_fence, ask.Reduce: self.reduce, ask.Fenced: self.fenced, ask.Halt: self.halt,
             ask.Exchange: self.exchange, ask.Reform: self.reform, ask.Confirm: self.confirm, ask.Forward: self.forward,
-            ask.Decided: self.decided, ask.Suspect: self.suspect, ask.Pause: self.pause}
+            ask.Decided: self.decided, ask.Suspect: self.suspect, ask.Pause: self.pause, ask.Enter: self.enter,
+            ask.Entered: self.entered}
 
     def start(self, position: Position, count: int | None, script: Sequence[str] = ()) -> None:
         """`count`: the microbatches in every step; None if the policy lets the batch shrink. `script`: what all replicas'
@@ -135,6 +146,8 @@ class Engine:
                     self.sums.begin(request.step)
                 self.works, self.whole, self.computed, self.recomputed = {}, set(), 0, 0
                 self.activity.turn("begin")
+                if self.position.level:
+                    self.giver.at(request.step)
                 return request
             if isinstance(request, ask.Compute):
                 self.activity.turn("compute")
@@ -196,12 +209,12 @@ class Engine:
         """(Communication thread.) Told to the coordinator at once, before anything is agreed on."""
         self.notice(loss)
         group = self.group
-        if group is not None and not self.parting:
+        if group is not None and not self.parting and not self.switching:
             self.member.suspect(group.view, loss.reason, loss.peer, loss.unheard)
 
     def notice(self, loss: PeerLost | None) -> None:
         """The first evidence of a failure starts the clock of a recovery."""
-        if self.position.view.id == NO_VIEW or self.parting:
+        if self.position.view.id == NO_VIEW or self.parting or self.switching:
             return
         recovery = self.recovery
         if recovery is None:
@@ -256,13 +269,11 @@ class Engine:
     def commit(self, request: ask.Commit) -> None:
         """Every bucket is whole on every position: `.grad` becomes the step's gradient."""
         since = time.monotonic()
-        speaking = [self.shares[p] for p in self.place.speakers()]
-        self.committed = self.sums.commit(self.count, speaking)
-        if self.place.ranks > 1:
-            self.commit_alike(self.committed)
-        self.warm = True
-        if self.committed.gradient.learned is not None:
-            self.lessons = self.committed.gradient.learned
+        if self.keep is not None:
+            self.keep(request)
+        else:
+            self.committed = self.whole_step(self.sums, self.shares, self.inner)
+            self.warm = True
         self.works, self.whole = {}, set()
         recovery = self.recovery
         if recovery is not None and recovery.views:
@@ -273,22 +284,28 @@ class Engine:
         self.activity.turn("update")
         self.injector.at("optimizer", request.step)
 
-    def commit_alike(self, whole: Whole) -> None:
+    def whole_step(self, sums: Sums, shares: Sequence[Share], inner: Agreement) -> Whole:
+        """`.grad` of whole sums, on all positions alike."""
+        whole = sums.commit(self.count, [shares[p] for p in self.place.speakers()])
+        if whole.gradient.learned is not None:
+            self.lessons = whole.gradient.learned
+        return self.commit_alike(sums.store, whole, inner) if self.place.ranks > 1 else whole
+
+    def commit_alike(self, store: GradientStore, whole: Whole, inner: Agreement) -> Whole:
         """What one position found counts for all: a gradient that is not finite, a parameter that nothing used."""
-        store = self.sums.store
         unused = store.unused(whole.gradient)
-        given = self.agreed("found", (whole.nonfinite, unused))
+        given = self.agreed("found", (whole.nonfinite, unused), inner)
         said = [text for text, _ in given if text]
-        self.committed = replace(whole, nonfinite=said[0] if said else "")
         doubtful = {name for _, names in given for name in names}
         if doubtful:
             mine = [name for name in sorted(doubtful & whole.gradient.used.keys()) if name not in unused]
-            store.drop(doubtful - {name for names in self.agreed("used", mine) for name in names})
+            store.drop(doubtful - {name for names in self.agreed("used", mine, inner) for name in names})
+        return replace(whole, nonfinite=said[0] if said else "")
 
-    def agreed(self, kind: str, value: Any) -> list[Any]:
-        """Everyone's values in this replica."""
+    def agreed(self, kind: str, value: Any, inner: Agreement | None = None) -> list[Any]:
+        """Everyone's values in this replica. `inner`: of a script that replays beside the pump."""
         with self.activity.waiting():
-            return self.inner.agree(kind, value)
+            return (inner or self.inner).agree(kind, value)
 
     # -- handlers: a step -------------------------------------------------------------------------------------------
     def agree(self, request: ask.Agree) -> list[Any]:
@@ -314,18 +331,16 @@ class Engine:
 
     def form(self, request: ask.Form) -> ask.Formed | None:
         assert self.group is not None
-        model = [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
-        values = self.managed.first_values()
         try:
             with self.activity.waiting():
-                forming.compare(self.group, self.script, model, self.timeouts.drain)
+                forming.compare(self.group, self.script, self.model(), self.timeouts.drain)
                 resumes = self.resume is not None and self.resume.choose(self.group, self.timeouts.drain)
             if self.resume is not None and resumes:
                 with self.activity.pause("reading a checkpoint"):
                     self.resume.load(self.managed, self.sums.store)
                 self.lessons, self.needs_calibration = self.sums.store.learned, False
             with self.activity.waiting():
-                forming.take_over(self.group, values, request.root)
+                forming.take_over(self.group, self.managed.first_values(), request.root)
         except PeerLost:
             return None
         except (ValueError, CheckpointDamaged) as mistake:
@@ -457,6 +472,9 @@ class Engine:
         after = request.view
         while True:
             try:
+                view = self.announced(after) if step is None or request.report.fresh else None
+                if view is not None:
+                    return ask.Answer(view, None)
                 with self.activity.waiting():
                     view = self.await_view(after)
                 if self.recovery is not None:
@@ -473,8 +491,6 @@ class Engine:
             except TimeoutError as late:
                 raise Stopped(f"a recovery did not come to its end: {late}") from None
             reports = {m: REPORTS.decode(part) for m, part in answers.items()}
-            if request.report.fresh and any(report.formed for report in reports.values()):
-                raise JoinRefused("this run is under way already; joining it later is not possible in this version")
             if self.recovery is not None:
                 self.recovery.add("exchange", since)
             at = {r.step for r in reports.values() if r.step is not None}
@@ -487,8 +503,15 @@ class Engine:
             try:
                 return self.member.wait_view(after, self.timeouts.heartbeat * 2)    # type: ignore[no-any-return]
             except TimeoutError:
+                if after == NO_VIEW and self.announced(after) is not None:
+                    raise ViewChanged("a view was announced with the fence") from None
                 if after > NO_VIEW:
                     self.member.suspect(after, "no new view came", None)
+
+    def announced(self, after: tuple[int, int]) -> View | None:
+        """The view, newer than `after`, that is to let this joiner in with the fence."""
+        pending = self.member.pending
+        return pending.view if pending is not None and pending.view.id > max(after, self.member.latest.id) else None
 
     def reform(self, request: ask.Reform) -> bool:
         since = time.monotonic()
@@ -497,9 +520,9 @@ class Engine:
             self.group = None
             return True
         view, before = request.view, self.group.members if self.group is not None else ()
+        self.let_go()
         try:
-            with self.activity.waiting():
-                group = self.backend.form(view, self.position.position, self.position.me, self.timeouts.connect)
+            group = self.form_group(view)
         except PeerLost as loss:
             self.group = None
             log.info("view %s could not be formed: %s", view.id, loss)
@@ -517,6 +540,68 @@ class Engine:
                          gone=tuple(m for m in before if m not in view.members))
         return True
 
+    def let_go(self) -> None:
+        """A view that ends in order, since another was announced with the fence: nobody may close its connections before
+        all have passed its last fence. Whoever sees them closed has passed it too."""
+        if self.group is None or self.group.lost is not None:
+            return
+        self.switching = True
+        try:
+            self.group.gather(number(Kind.PART, 2), b"").wait()
+        except PeerLost as loss:
+            log.debug("others switched already, or someone is lost: %s", loss)
+        self.group.revoke()
+        self.group.join(self.timeouts.drain)
+        self.switching = False
+
+    def form_group(self, view: View) -> Group:
+        """Raises PeerLost. A joiner that the fence lets in waits for the others to come, some step's time."""
+        position = self.position
+        while True:
+            joins = position.step is None and view.id > self.member.latest.id
+            limit = self.timeouts.coordinator if joins else self.timeouts.connect
+            try:
+                return self.backend.form(view, position.position, position.me, limit)
+            except PeerLost as loss:
+                if not joins or self.member.latest.id > view.id:
+                    raise
+                log.info("not let in yet: %s", loss)
+            try:
+                self.member.wait_view(view.id, self.timeouts.heartbeat)
+            except TimeoutError:
+                continue
+
+    def enter(self, request: ask.Enter) -> tuple[int, dict[int, Vector], tuple[int, int]] | None:
+        """The first message in a view that was announced with the fence."""
+        assert self.group is not None
+        said = b"" if request.says is None else ENCODER.encode(request.says)
+        try:
+            given = self.group.gather(number(Kind.ENTER, 0), said).wait()
+        except PeerLost as loss:
+            self.notice(loss)
+            return None
+        says: tuple[int, dict[int, Vector], tuple[int, int]] = ENTRIES.decode(next(part for part in given.values() if part))
+        step, vectors, buckets = says
+        return says if self.opened(step, vectors, buckets[0]) else None
+
+    def entered(self, request: ask.Entered) -> None:
+        self.member.entered(request.view)
+
+    def opened(self, step: int, vectors: Mapping[int, Vector], layout: int) -> bool:
+        """The view stands: members give state to joiners, a joiner asks for it. False: it fell again."""
+        group, position = self.group, self.position
+        assert group is not None
+        vector = vectors[max(vectors)] if vectors else {}
+        level = tuple(m for m in group.members if vector.get(m))
+        if position.level:
+            self.giver.open(group, [m for m in group.members if m not in level and m != group.me])
+            return True
+        if self.joiner is None:
+            assert self.hands is not None
+            self.joiner = Joiner(self, self.hands)
+            self.keep = self.joiner.keep
+        return self.joiner.open(group, level, step, layout)
+
     def confirm(self, request: ask.Confirm) -> bool:
         since = time.monotonic()
         if self.group is None:
@@ -529,7 +614,8 @@ class Engine:
             return False
         if self.recovery is not None:
             self.recovery.add("exchange", since)
-        return True
+        position = self.position
+        return position.step is None or not position.formed or self.opened(position.step, position.vectors, position.layout)
 
     def forward(self, request: ask.Forward) -> ask.Outcome:
         """Whole buckets, from the first who holds one to those who lack it."""
@@ -578,6 +664,21 @@ class Engine:
             except TimeoutError:
                 if self.member.pending is not None:
                     self.member.suspect(request.view, "a joiner waits, and no fence will let it in", None)
+
+    # -- joiners ----------------------------------------------------------------------------------------------------
+    def model(self) -> list[str]:
+        """What all replicas' models must have alike."""
+        return [": ".join(part) for part in (*self.sums.store.signature(), *self.sums.buffers.signature())]
+
+    def alike(self) -> list[str]:
+        return [*self.script, *self.model()]
+
+    def welcome(self) -> bytes:
+        return ENCODER.encode(Welcome(self.alike(), self.sums.store.learned or self.lessons))
+
+    def copy_state(self, step: int) -> Snapshot:
+        assert self.hands is not None
+        return self.hands.take(step)
 
     # -- the end ----------------------------------------------------------------------------------------------------
     def close(self, finished: bool, together: bool = False) -> None:

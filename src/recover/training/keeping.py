@@ -1,7 +1,7 @@
 """A run's checkpoints, as the run sees them: what is compared at a resume, and what happens between two steps."""
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from recover import events
@@ -41,17 +41,22 @@ class Keeping:
 
     def announce(self) -> None:
         """(A step begins, or none is left.) The run's events say once that it was resumed, before its first receipt."""
-        if self._announced:
+        if self._announced or self.engine.joiner is not None:           # a joiner resumed nothing
             return
         self._announced = True
         resume, position = self.resume, self.engine.position
         self.run.record.emit(events.RUN_RESUMED, view=position.view.id, step=resume.start, steps=resume.start,
                              attempt=resume.attempt, state_hash=resume.hash or None)
 
-    def ended(self, step: int, members: Collection[int]) -> None:
+    def writers(self, step: int) -> Sequence[int]:
+        """Who takes turns: members that hold the parameters, by the vector for `step`, which is the same on all."""
+        position = self.engine.position
+        return position.givers(step) or position.view.members
+
+    def ended(self, step: int) -> None:
         """The whole job ends before `step`, alike on all: one more checkpoint, by the lowest replica."""
         self.saver.settle()
-        if step <= self.resume.start or self.run.replica != min(members):
+        if step <= self.resume.start or self.run.replica != min(self.writers(step)):
             return
         self.saver.begin(step, lambda: taken(self.run.managed, self.run.sums.store, self.engine.lessons, ""))
         self.saver.fenced(step - 1)
@@ -63,7 +68,7 @@ class Keeping:
         def take() -> Any:
             return taken(self.run.managed, self.run.sums.store, self.engine.lessons, digest)
 
-        if self.saver.between(step + 1, self.engine.position.view.members, take, clock):
+        if self.saver.between(step + 1, self.writers(step), take, clock):
             passed = self.engine.passes(step)
             if passed:
                 self.saver.fenced(step)

@@ -41,12 +41,13 @@ from recover.parallel.mesh import Place
 from recover.parallel.ranks import build_mesh, shared_token
 from recover.protocol import requests as ask
 from recover.protocol.decision import Job
-from recover.protocol.messages import NO_VIEW
 from recover.protocol.position import Position
+from recover.training import snapshot
 from recover.training.checkpoint import Checkpoints
 from recover.training.compiled import refuse_measured
 from recover.training.engine import LEAVE, Engine, Links
 from recover.training.evaluation import Evaluation, Evaluator, Score
+from recover.training.joining import Hands
 from recover.training.keeping import CLOCK, Keeping
 from recover.training.leaving import Hook, Obedience, why
 from recover.training.loader import Loader
@@ -55,7 +56,7 @@ from recover.training.metrics import Metrics
 from recover.training.sampling import MapDataset, Microbatch, Sampler, Samples, seed_everything
 from recover.training.solo import Solo
 from recover.training.step import FAILURES, Step
-from recover.training.sums import Sums
+from recover.training.sums import Mirror, Sums
 from recover.workload import Policy, Spares
 from recover.workload import policy as find_policy
 
@@ -224,14 +225,32 @@ class Run:
         if self.options.reduction == "exact":
             refuse_measured(self.managed.models)
         fsdp.prepare(self.managed.models)
+        self.sums = self._make_sums(self.managed.models)
+        for optimizer in self.managed.optimizers:
+            optimizer.register_step_pre_hook(self._optimizer_steps)
+
+    def _make_sums(self, models: Sequence[torch.nn.Module] = ()) -> Sums:
         options = self.options
         store = GradientStore(self.managed.parameters(), microbatches=options.microbatches, reduction=options.reduction,
                               bucket_bytes=options.bucket_bytes, first_bucket_bytes=options.first_bucket_bytes)
         watch = BufferWatch(self.managed.named_buffers, options.buffers, microbatches=options.microbatches,
                             exact=options.reduction == "exact")
-        self.sums = Sums(store, watch, Metrics(options.microbatches), self.managed.models)
-        for optimizer in self.managed.optimizers:
-            optimizer.register_step_pre_hook(self._optimizer_steps)
+        return Sums(store, watch, Metrics(options.microbatches), models)
+
+    def _twin(self) -> Sums:
+        """(While catching up.) Sums with the same buckets, in which nothing is ever summed: they touch no parameter."""
+        twin = Mirror(self._make_sums())
+        if self.sums.evaluator is not None:
+            twin.attach(self.sums.evaluator.twin())
+        return twin
+
+    def _copy(self, step: int) -> snapshot.Snapshot:
+        fsdp.reshard(self.managed.models)
+        return snapshot.take(step, self.managed, self.sums.store.state())
+
+    def _load(self, head: snapshot.Head, data: Tensor) -> None:
+        fsdp.reshard(self.managed.models)
+        self.sums.store.load_state(snapshot.load(head, data, self.managed))
 
     def data(self, dataset: MapDataset, batch_size: int, collate_fn: Callable[[list[Any]], Any] | None = None) -> Samples:
         """`data[microbatch]`: its samples of a map-style dataset, collated; a pure function of the run's seed.
@@ -309,11 +328,11 @@ class Run:
         """(Step.) All is agreed and contributed: what to raise. Runs the hooks if the whole job ends."""
         position = self.engine.position
         reason = why(position)
-        if position.ending and position.formed:             # else nothing was trained, and parameters may not be alike yet
+        if position.ending and position.formed and not self.replaying:     # else its parameters are not the run's
             self.engine.part(self.timeouts.heartbeat * 2)
             with self.pause("preempted"):
                 if self.keeping is not None:
-                    self.keeping.ended(position.step or 0, position.view.members)
+                    self.keeping.ended(position.step or 0)
                 for hook in self._hooks:
                     hook(position.step or 0)
         log.warning("replica %d: %s", self.replica, reason)
@@ -336,7 +355,7 @@ class Run:
         self._start(count)
         try:
             while True:
-                request = self.engine.advance()
+                request = self.advance()
                 if request is None and self.engine.position.step != self.engine.position.job.steps:
                     raise self.gone()
                 if request is None:
@@ -357,6 +376,22 @@ class Run:
             raise
         self._end("finished")
 
+    @property
+    def replaying(self) -> bool:
+        """A joiner's script, over steps that the others have done."""
+        joiner = self.engine.joiner
+        return joiner is not None and joiner.replays
+
+    def advance(self) -> ask.Begin | ask.Compute | ask.Commit | None:
+        """(Step.) What the script is to do next."""
+        joiner = self.engine.joiner
+        if joiner is None:
+            request = self.engine.advance()
+            joiner = self.engine.joiner
+            if joiner is None:
+                return request
+        return joiner.advance()
+
     def _start(self, count: int) -> None:
         self._started, self._steps = True, count
         injector = self.injector
@@ -375,12 +410,13 @@ class Run:
         script = [f"{count} steps", "no evaluation" if evaluator is None else evaluator.signature(),
                   "no checkpoints" if wanted is None else wanted.rhythm()]
         self.engine.start(position, self.options.microbatches if self.options.policy.constant else None, script)
+        self.engine.hands = Hands(self._twin, self._copy, self._load)
         self.member.start()
-        self.member.wait_view(NO_VIEW, self.timeouts.formation)
+        view = self.member.wait_news(self.timeouts.formation)
         self.member.vouch()
         self.engine.told_to_go = self._told_to_go
         self._obedience.begin()
-        self.record.emit(events.RUN_JOINED, view=self.member.latest.id, members=self.member.latest.members)
+        self.record.emit(events.RUN_JOINED, view=view.id, members=view.members)
 
     def committed(self, step: Step, request: ask.Commit) -> None:
         """(Step.) The sums are whole and in `.grad`."""
@@ -436,10 +472,14 @@ class Run:
         if self.options.hash_every and (step.index + 1) % self.options.hash_every == 0:
             digest = self.hash()
             self.engine.publisher.complete(step.index, digest)
+            if not (self.engine.position.level or self.engine.position.caught_up):
+                return                                  # a joiner says it when it has compared its state with a giver's
             parts = "".join(self.engine.agreed("hash", digest))
             short = hashlib.sha256(parts.encode()).hexdigest()[:16]
             self.engine.position.digest = f"{step.index}:{short}"           # goes with the next fence: compared by all (I5)
-        if self.keeping is not None:
+        if self.keeping is not None and self.replaying:
+            self.keeping.saver.rhythm.due(step.index + 1, self._clock)
+        elif self.keeping is not None:
             self.keeping.updated(step.index, digest, self._clock)
 
     def save(self) -> None:
@@ -495,7 +535,8 @@ class Run:
     @property
     def is_leader(self) -> bool:
         """True on one replica, the lowest surviving one: for logging and saving. It may change."""
-        return not self.replicas or self.replica == min(self.replicas)
+        position = self.engine.position if self._started else None
+        return position is None or self.replica == min(position.givers(position.step) or self.replicas, default=self.replica)
 
     def before_backward(self, loss: Tensor) -> None:
         """(Step.) Lets a planned fault happen inside the backward."""

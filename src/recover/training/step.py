@@ -74,7 +74,7 @@ class Step:
         try:
             if run.engine.needs_calibration:
                 yield from self._calibrate()
-            while isinstance(request := run.engine.advance(), ask.Compute):
+            while isinstance(request := run.advance(), ask.Compute):
                 run.score(request.step, request.indices)
                 yield from self._hand_out(tuple(Microbatch(request.step, index) for index in request.indices))
         finally:

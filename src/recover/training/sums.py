@@ -146,6 +146,18 @@ class Sums:
         return Whole(gradient, loss, divisor, metrics, scores, written, where(gradient.nonfinite))
 
 
+class Mirror(Sums):
+    """What a joiner reduces into while its script replays: zeros in, sums out. No parameter and no hook is touched."""
+
+    def __init__(self, other: Sums) -> None:
+        other.store.close()
+        super().__init__(other.store, other.buffers, other.metrics)
+
+    def begin(self, step: int) -> None:
+        for bucket in self.store.buckets:
+            bucket.begin()
+
+
 def where(nonfinite: tuple[int | None, str] | None) -> str:
     """A gradient that is not finite, in words."""
     if nonfinite is None:
