@@ -12,7 +12,8 @@ Theory of operation
 * Before it asks for a quota the joiner compares the hash of its state with a giver's, for one step's beginning. If they
   differ it goes, and nobody else has noticed anything. It says no hash with the fence before that.
 * What is kept is bounded: beyond it, the steps at hand are dropped and a newer copy is fetched; the script jumps.
-* Receipts of replayed steps are published when the script takes over: a jump would leave a gap in them.
+* Receipts of replayed steps are published once the state was found to be the others': a jump would leave a gap in them,
+  and a state that is not the run's has no place in its records.
 """
 from __future__ import annotations
 
@@ -177,7 +178,7 @@ class Joiner:
             self._ready, self._tries = True, 0
         elif move.do is Do.TAKE_OVER:
             self._taken = True
-            self.engine.sums, self.engine.keep, self.engine.publisher.paused = self.sums, None, False
+            self.engine.sums, self.engine.keep = self.sums, None
         elif move.do is Do.AGAIN:
             if len(self._segments) > 1:
                 raise Stopped("this replica catches up more slowly than the others go on: it gives up")
@@ -298,6 +299,7 @@ class Joiner:
             same = True
         if all(self.engine.inner.agree("verified", same)):
             speeds = [speed for speed in position.vectors[max(position.vectors)].values() if speed > 0]
+            self.engine.publisher.paused = False
             position.caught_up, position.speed = True, sum(speeds) / len(speeds) if speeds else 1.0
             took = time.monotonic() - self._entered
             self.engine.record.emit(LEVEL, step=step, seconds=took)

@@ -584,8 +584,10 @@ class Run:
             return
         self._ended = True
         position = self.engine.position
-        last = None if position.step is None else min(position.step, self._steps) - 1
+        nothing = position.step is None or (self.engine.publisher.paused and status != "finished")
+        last = None if nothing or position.step is None else min(position.step, self._steps) - 1
         if status == "finished":
+            self.engine.publisher.paused = False        # a joiner that came in with the last steps
             self.engine.publisher.publish(position.job.steps)
             if self.keeping is not None:
                 self.keeping.announce()
