@@ -88,6 +88,7 @@ class Engine:
         self.launching: ask.Compute | None = None
         self.speedometer = Speedometer(SMOOTHING)
         self.warm = False                                   # past the first step here, in which everything is slower
+        self.told = False                                   # the coordinator knows of a microbatch that we are at
         self.given_out = 0                                  # microbatches that the script has in hand
         self.pipelined = False                              # the script takes its microbatches in chunks
         self.computed = 0                                   # microbatches of the step at hand, computed here
@@ -142,6 +143,7 @@ class Engine:
                     self.injector.at("compute", request.step, self.computed + n)
                 if request.recomputed:
                     self.injector.at("recompute", request.step)
+                self.tell(request)
                 self.launching = request
                 self.sums.before_forward(request.last, self.pipelined)
                 self.given_out = len(request.indices)
@@ -257,7 +259,8 @@ class Engine:
         """Every bucket is whole on every position: `.grad` becomes the step's gradient."""
         since = time.monotonic()
         speaking = [self.shares[p] for p in self.place.speakers()]
-        self.committed = self.sums.commit(self.count, speaking)
+        missing = self.position.job.skipped(request.step, self.position.skipped)
+        self.committed = self.sums.commit(None if self.count is None else self.count - len(missing), speaking)
         if self.place.ranks > 1:
             self.commit_alike(self.committed)
         self.warm = True
@@ -361,8 +364,16 @@ class Engine:
                 forming.farewell(self.group, number(Kind.PART, 1), self.timeouts.drain)
         return says
 
+    def tell(self, request: ask.Compute | None) -> None:
+        """What was taken over from the dead is told before it is computed: should this replica die of it, too, it is known."""
+        name = (request.step, request.indices[0]) if request is not None and request.recomputed else None
+        if name is not None or self.told:
+            self.member.hand(name)
+            self.told = name is not None
+
     def reduce(self, request: ask.Reduce) -> ask.Outcome:
         """Wait for every bucket; in `exact`, then for the coarse parts of those that need them (the same on all)."""
+        self.tell(None)
         since = time.monotonic()
         if self.recovery is not None and self.recovery.views:
             self.injector.at("redo", request.step)
