@@ -16,6 +16,7 @@ from recover.errors import (
     LateGradient,
     Left,
     NotFinite,
+    Poisoned,
     RecoverError,
     Stopped,
 )
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["CheckpointDamaged", "Checkpoints", "Diverged", "Evicted", "FaultMissed", "JoinRefused", "LateGradient", "Left",
-           "Microbatch", "NotFinite", "RecoverError", "Run", "Step", "Stopped", "__version__", "join"]
+           "Microbatch", "NotFinite", "Poisoned", "RecoverError", "Run", "Step", "Stopped", "__version__", "join"]
 
 _LAZY = {"Checkpoints": "recover.training.checkpoint",
          "join": "recover.training.run", "Run": "recover.training.run", "Step": "recover.training.step",

@@ -14,6 +14,7 @@ run recovers from them by itself::
     |   |-- ReplicaBroken            a rank of this replica died: the others leave with it
     |   `-- Evicted                  the others went on without this replica
     |-- Stopped                      the run ended without finishing (nobody level is left, the launcher said so, ...)
+    |-- Poisoned                     a microbatch kills whoever computes it
     |-- NotFinite                    NaN or inf in a gradient: step, microbatch and parameter
     |-- LateGradient                 a gradient arrived after its bucket had left
     |-- WorkerLost                   a data loader's worker process died
@@ -22,8 +23,8 @@ run recovers from them by itself::
     `-- FaultMissed                  a planned fault did not happen
 
 `ReplicaBroken` and `Evicted` are `SystemExit`s too: a script that does not catch them ends with exit code `LEFT`, which tells
-launchers "left the run, and may be started again" from a failure. `Left` is no error at all: it is how `run.steps` ends a
-script whose replica was told to go.
+launchers "left the run, and may be started again" from a failure. So is `Poisoned`, with `POISONED`. `Left` is no error at
+all: it is how `run.steps` ends a script whose replica was told to go.
 """
 from __future__ import annotations
 
@@ -31,6 +32,8 @@ from typing import Final
 
 LEFT: Final = 75
 """Exit code of a rank that left the run or was evicted: EX_TEMPFAIL."""
+POISONED: Final = 65
+"""Exit code of a rank of a run that a microbatch has stopped: EX_DATAERR."""
 
 
 class RecoverError(Exception):
@@ -84,6 +87,19 @@ class Evicted(LeftRun):
 
 class Stopped(RecoverError):
     """The run ended without finishing."""
+
+
+class Poisoned(RecoverError, SystemExit):
+    """A microbatch kills whoever computes it. Not caught, it ends the process with `POISONED`."""
+
+    def __init__(self, step: int, index: int) -> None:
+        super().__init__(step, index)
+        self.step, self.index, self.code = step, index, POISONED
+
+    def __str__(self) -> str:
+        return (f"two replicas have died while they computed microbatch {self.index} of step {self.step}, after one that had "
+                f"it to compute: look at its samples. To go on without it, join with skip=[({self.step}, {self.index})], or with "
+                'poison="skip"')
 
 
 class NotFinite(RecoverError):

@@ -251,6 +251,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     checksums: tuple[int, ...] | None = None    # per bucket of this rank, of the reduced bits; each below 2**63
     state_hash: str | None = None   # of parameters and optimizer state after the update
     policy_constant: bool = True
+    skipped: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET    # microbatches left out on purpose, alike on all replicas
     previous: str = ""              # digest of the receipt before it in this file
     digest: str = ""
 
@@ -274,13 +275,13 @@ def loss_bits(loss: float) -> str:
 
 def make_receipt(*, step: int, view: View, members: Sequence[int], who: Sequence[int], divisor: float, loss: float,
                  checksums: Sequence[int] | None = None, state_hash: str | None = None,
-                 policy_constant: bool = True) -> Receipt:
+                 policy_constant: bool = True, skipped: Sequence[int] = ()) -> Receipt:
     """An unsealed receipt from plain values (see `Receipt` for what they mean)."""
     finite = loss - loss == 0
     return Receipt(step=step, view=(view[0], view[1]), members=tuple(members), who=tuple(who), divisor=float(divisor),
                    loss=float(loss) if finite else None, loss_bits=loss_bits(loss),
                    checksums=None if checksums is None else tuple(checksums), state_hash=state_hash,
-                   policy_constant=policy_constant)
+                   policy_constant=policy_constant, skipped=tuple(skipped) if skipped else msgspec.UNSET)
 
 
 def _digest(receipt: Receipt, key: bytes) -> str:
@@ -372,7 +373,8 @@ class EventLog:
         """Seal a receipt as the next one of this file and enqueue it. TypeError for values that JSON can't hold."""
         with self._lock:
             sealed = seal(receipt, self._previous, key)
-            if self._put(RECEIPT, "INFO", sealed.view, sealed.step, msgspec.structs.asdict(sealed), 2 * self._capacity):
+            attributes = {key: value for key, value in msgspec.structs.asdict(sealed).items() if value is not msgspec.UNSET}
+            if self._put(RECEIPT, "INFO", sealed.view, sealed.step, attributes, 2 * self._capacity):
                 self._previous = sealed.digest
 
     def close(self, timeout: float = 2.0) -> None:

@@ -30,13 +30,13 @@ DEFAULTS: dict[str, Any] = dict(
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
     unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None, optimizer="adamw", piece=None,
-    drip=0.0, kept=None, lag=0.0, wrong=None, checkpoint=None, save=(), drag=0.0, samples=37)
+    drip=0.0, kept=None, lag=0.0, wrong=None, checkpoint=None, save=(), drag=0.0, samples=37, killer=None, skip=(), poison="stop")
 """spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
 microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
 "buckets"}: see `forgetful`. dies: "form" (see `dies_forming`), or "giving", "fetching" (see `joins`).
 optimizer: or "sgd". piece, drip, kept, lag, wrong: see `joins`. order, width: make a model that does not fit the others'.
 compile: torch.compile's arguments. checkpoint: arguments of recover.Checkpoints. save: steps in which to call run.save().
-drag: seconds after each microbatch. samples: of `evaluates`."""
+drag: seconds after each microbatch. samples: of `evaluates`. killer: [step, index] that kills whoever computes it."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -103,6 +103,7 @@ class Setup:
         s = self.s
         run = recover.join(microbatches=s["microbatches"], seed=s["seed"], reduction=s["reduction"], policy=s["policy"],
                            hash_every=s["hash_every"], nonfinite=s["nonfinite"], buffers=s["buffers"],
+                           skip=s["skip"], poison=s["poison"],
                            checkpoint=recover.Checkpoints(**s["checkpoint"]) if s["checkpoint"] else None,
                            bucket_bytes=6144, first_bucket_bytes=1024)
         run.manage(self.model, self.optimizer, self.scheduler)
@@ -255,6 +256,8 @@ def train(script: Script) -> None:
                 if setup.s["linger"]:
                     time.sleep(setup.s["linger"])
                 zero(setup, "inside")
+                if setup.s["killer"] == [microbatch.step, microbatch.index]:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 loss, weight = setup.loss(microbatch)
                 zero(setup, "inside")
                 if setup.s["metrics"]:
@@ -323,13 +326,14 @@ def plain_loop(script: Script) -> None:
     setup.data = Samples(Tokens(s["data_length"]), Sampler(s["data_length"], s["seed"], s["microbatches"], BATCH))
     for step in range(s["steps"]):
         losses = []
-        for index in range(s["microbatches"]):
+        left = [index for index in range(s["microbatches"]) if [step, index] not in s["skip"] and step not in s["skip"]]
+        for index in left:
             seed_everything(s["seed"], step, index)
             loss, _ = setup.loss(recover.Microbatch(step, index))
-            (loss / s["microbatches"]).backward()
+            (loss / len(left)).backward()
             losses.append(float(loss.detach()))
         update(setup)
-        script.say("step", step=step, loss=(math.fsum(losses) / len(losses)).hex())
+        script.say("step", step=step, loss=(math.fsum(losses) / len(losses) if losses else math.nan).hex())
 
 
 def loses_one(script: Script) -> None:

@@ -137,8 +137,8 @@ class Stage:
             self.deliver()
         return bool(late)
 
-    def record(self, members: Any, reports: Any, job: Job) -> Decision | None:
-        decision = decide(members, reports, job)
+    def record(self, members: Any, reports: Any, job: Job, killers: Any = ()) -> Decision | None:
+        decision = decide(members, reports, job, killers)
         if decision is not None:
             self.decisions[self.coordinator.view.id[1]] = tuple(members), decision
         return decision

@@ -107,6 +107,11 @@ class NoSuspect(Coordinator):
         pass
 
 
+class NoBlame(Coordinator):
+    def blame(self, member):
+        pass
+
+
 class NotAtOnce(Actor):
     def tells_at_once(self):
         return False
@@ -181,6 +186,7 @@ class Joins(World):
     def __init__(self, seed, positions=None, *rest):
         super().__init__(seed, 3, *rest)
         self.job = replace(self.job, steps=6)
+        self.poison = set()
         self.budget = dict(self.budget, join=2, flap=8, kill=0, crash=0, freeze=0, leave=0)
 
 
@@ -190,6 +196,7 @@ class Crashes(World):
     def __init__(self, seed, positions=None, *rest):
         super().__init__(seed, 1, *rest)
         self.job = replace(self.job, steps=6)
+        self.poison = set()
         self.budget = dict(self.budget, crash=3, freeze=2, leave=0, join=1)
 
 
@@ -205,7 +212,8 @@ PARTS = dict(
     turn=replace(PLAIN, position=NoTurn), vector=replace(PLAIN, position=NoVector), freeze=replace(PLAIN, actor=NoFreeze),
     settle=replace(PLAIN, actor=NoSettle), exit=replace(PLAIN, position=NoExit), handback=replace(PLAIN, position=NoHandback),
     whole=PLAIN, clean=PLAIN, unknown=PLAIN,
-    suspect=replace(PLAIN, coordinator=NoSuspect), atonce=replace(PLAIN, actor=NotAtOnce, world=Joins),
+    suspect=replace(PLAIN, coordinator=NoSuspect), blame=replace(PLAIN, coordinator=NoBlame),
+    atonce=replace(PLAIN, actor=NotAtOnce, world=Joins),
     verdict=replace(PLAIN, verdict=False), incarnation=replace(PLAIN, coordinator=NoIncarnationCounter, world=NoIncarnation),
     newest=replace(PLAIN, coordinator=NotNewest, world=Crashes), hold=replace(PLAIN, coordinator=NoHold),
     reissue=replace(PLAIN, coordinator=NoReissue), vectors=replace(PLAIN, position=NoVectors),

@@ -325,3 +325,31 @@ def test_a_run_resumed_with_another_state_is_found(run: Path) -> None:
     resume(run, 4, state="ff")
     offence = found(run)
     assert (offence.rule, offence.step) == ("I5", 3)
+
+
+def skip(run: Path, index: int, who: list[int], replicas: tuple[int, ...] = (0, 1, 2)) -> None:
+    for replica in replicas:
+        tamper(run, replica, 3, assign(skipped=[index], who=who, divisor=5.0))
+
+
+def test_a_skipped_microbatch_is_the_one_lawful_departure(run: Path) -> None:
+    skip(run, 3, [0, 0, 1, -1, 2, 2])
+    assert audit(run).ok
+
+
+@pytest.mark.parametrize(("who", "replicas", "said"), [
+    ([0, 0, 1, -1, -1, 2], (0, 1, 2), "nobody contributed microbatch 4"),
+    ([0, 0, 1, 1, 2, 2], (0, 1, 2), "microbatch 3 comes from 1, but was skipped"),
+    ([0, 0, 1, -1, 2, 2], (0, 1), "differs from replica")])
+def test_skipping_must_be_said_by_all_and_be_true(run: Path, who: list[int], replicas: tuple[int, ...], said: str) -> None:
+    skip(run, 3, who, replicas)
+    assert said in found(run).what
+
+
+def test_a_divisor_of_nothing_needs_a_step_that_is_skipped(run: Path) -> None:
+    for replica in range(3):
+        tamper(run, replica, 3, assign(skipped=[0], who=[-1, 0, 1, 1, 2, 2], divisor=0.0))
+    assert "divisor 0.0" in found(run).what
+    for replica in range(3):
+        tamper(run, replica, 3, assign(skipped=list(range(B)), who=[-1] * B))
+    assert audit(run).ok

@@ -178,6 +178,20 @@ class Member:
             self._suspicion = wire.Suspect(view, reason[:1000], peer, unheard)
         self._keeper.post(self._send_suspicion)
 
+    def hand(self, name: tuple[int, int] | None) -> None:
+        """We begin to compute this microbatch, which died with another replica (None: that is over).
+
+        It is with the operating system when this returns, at the latest after a heartbeat: even if we die of it, it is told.
+        """
+        sent = threading.Event()
+
+        def send() -> None:
+            self._keeper.send(wire.Hand(name))
+            sent.set()
+        self._keeper.post(send)
+        if name is not None:
+            sent.wait(self._timeouts.heartbeat)
+
     def entered(self, view: ViewId) -> None:
         """We have switched to the pending view."""
         with self._news:

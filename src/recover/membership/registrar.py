@@ -371,6 +371,11 @@ class Registrar:
         self.core.report(member, message.view, message.payload)
         self.deliver()
 
+    def hand(self, connection: Connection, message: wire.Hand) -> None:
+        """What a rank is computing, should it die of that."""
+        member, rank = self.where[connection]
+        self.core.hand(member, rank, message.name)
+
     def suspect(self, connection: Connection, message: wire.Suspect) -> None:
         """A collective failed somewhere, though perhaps nobody died."""
         if connection not in self.where:                # lost in the meantime: that made a new view
@@ -413,6 +418,8 @@ class Registrar:
     def leave(self, connection: Connection) -> None:
         """A replica goes, as agreed."""
         member, rank = self.where[connection]
+        for each in range(self.ranks):
+            self.core.hand(member, each, None)          # it goes by itself: nothing that it computed is to blame
         self.lose(member, rank, "leave", "it said so")
 
     # -- telling ----------------------------------------------------------------------------------------------------

@@ -164,6 +164,8 @@ class Server:
                 self.registrar.exchange(connection, message)
             case wire.Suspect():
                 self._suspected(connection, message)
+            case wire.Hand():
+                self.registrar.hand(connection, message)
             case wire.Entered():
                 self.registrar.entered(connection, message)
             case wire.Finish():

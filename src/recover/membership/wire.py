@@ -110,6 +110,12 @@ class Suspect(Message, frozen=True):
     unheard: Annotated[tuple[Replica, ...], msgspec.Meta(max_length=MAX_REPLICAS)] = ()
 
 
+class Hand(Message, frozen=True):
+    """This rank begins to compute a microbatch that it took over from a dead replica (None: it is over that)."""
+
+    name: tuple[int, int] | None
+
+
 class Entered(Message, frozen=True):
     """This rank has switched to a view that was announced with the fence."""
 
@@ -205,7 +211,8 @@ class Stats(Message, frozen=True):
     acting: bool = True
 
 
-FromRank = Heartbeat | Join | Announce | Exchange | Suspect | Entered | Finish | Leave | StatsRequest | Lifeline | Pulse | Moved
+FromRank = (Heartbeat | Join | Announce | Exchange | Suspect | Hand | Entered | Finish | Leave | StatsRequest | Lifeline | Pulse
+            | Moved)
 FromCoordinator = Heartbeat | Welcome | Refused | NewView | NewPending | Parts | Dropped | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,9 +10,12 @@ Rules, in the order in which `decide` applies them:
    (all of them minus what survivors owe) were shared out. Nothing is lost for a step whose buckets are all held.
 5. A spare (`Roles`) is promoted, and what its sums contain then counts, only if all of it is lost (`whole`); a spare
    whose sums do not count is given no lost microbatches (`clean`).
-6. While the first parameters are not known to be everywhere, there is nothing to keep: the first step (0, or the one that
+6. A microbatch at which two replicas died (`View.killers`) is put aside. Only what was taken over from the dead is told to the
+   coordinator, so a third one died owing it. The run stops with its name, or nobody computes it (`spared`). Only while nobody
+   holds a bucket of the step (such a bucket contains it), and only if it is lost: then no sum contains it.
+7. While the first parameters are not known to be everywhere, there is nothing to keep: the first step (0, or the one that
    follows a checkpoint: `unknown` until all have formed) is planned anew, and whoever is in the view is a first member.
-7. The whole job ends (`ending`) if every level member was told to leave, or if the view has fewer members than the floor
+8. The whole job ends (`ending`) if every level member was told to leave, or if the view has fewer members than the floor
    and the job stops there. All end after the same step: the newest one for which nothing is left to compute. What was
    computed of a later one is given up: nobody knows how long the rest would take. If the job waits below its floor, nobody
    goes on with step `high` (`paused`) before a later view is large enough.
@@ -24,13 +27,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from recover.errors import Stopped
-from recover.protocol.messages import Bucket, Report, Vector
+from recover.errors import Poisoned, Stopped
+from recover.protocol.messages import Bucket, Name, Report, Vector
 from recover.workload.policy import Policy
 
 Below = Literal["wait", "stop"]
 Ending = Literal["", "told", "floor"]
 """Why the whole job ends: all were told to go, or too few are left; "" if it goes on."""
+LESSON = (0, 0)
+"""The microbatch from which a run learns the order of its buckets; the one that can't be skipped."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,12 @@ class Job:
     policy: Policy
     floor: int = 0
     below: Below = "wait"
+    skip: frozenset[Name] = frozenset()             # microbatches that nobody computes, by agreement of all
+    spares_killers: bool = False                    # a microbatch that took two replicas is skipped; else the run stops
+
+    def skipped(self, step: int, more: frozenset[Name] = frozenset()) -> frozenset[int]:
+        """Indices that are left out of `step`; `more`: what decisions have put aside."""
+        return frozenset(index for at, index in self.skip | more if at == step)
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class Decision:
     extra: dict[int, tuple[int, ...]]               # member -> lost microbatches that it takes over
     ending: Ending = ""
     paused: bool = False
+    skipped: frozenset[Name] = frozenset()          # put aside, by this decision or an earlier one
 
     def last(self, member: int) -> int | None:
         """The step after which `member` goes; None if it stays."""
@@ -77,8 +89,11 @@ class Decision:
         return tuple(bucket for bucket, holders in self.holders.items() if not holders)
 
 
-def decide(members: Sequence[int], reports: Mapping[int, Report], job: Job) -> Decision | None:
-    """None: nobody in the view was in the run (it ended before a joiner got in). Raises Stopped if nobody is level."""
+def decide(members: Sequence[int], reports: Mapping[int, Report], job: Job, killers: Sequence[Name] = ()) -> Decision | None:
+    """None: nobody in the view was in the run (it ended before a joiner got in).
+
+    `killers`: those of the view. Raises Stopped if nobody is level, Poisoned if the job does not spare killers.
+    """
     formed = any(reports[m].formed for m in members)
     old = {m: reports[m] for m in members if reports[m].step is not None and not (formed and reports[m].fresh)}
     if not old:
@@ -97,10 +112,13 @@ def decide(members: Sequence[int], reports: Mapping[int, Report], job: Job) -> D
     lost: frozenset[int] = frozenset()
     promoted: frozenset[int] = frozenset()
     extra: dict[int, tuple[int, ...]] = {}
+    skipped = frozenset(name for r in old.values() for name in r.skipped)
     if formed and not ending and high < job.steps and (high > low or not all(holders.values())):
-        lost, promoted, extra = share_out(old, high, vector, level, leaving, job)
+        if low == high and not any(holders.values()):
+            skipped |= spared(old, high, skipped, killers, job)
+        lost, promoted, extra = share_out(old, high, vector, level, leaving, job, skipped)
     paused = not ending and job.below == "wait" and len(members) < job.floor and high < job.steps
-    return Decision(low, high, formed, tuple(buckets), vector, leaving, holders, lost, promoted, extra, ending, paused)
+    return Decision(low, high, formed, tuple(buckets), vector, leaving, holders, lost, promoted, extra, ending, paused, skipped)
 
 
 def why_to_end(members: Sequence[int], level: Sequence[int], leaving: frozenset[int], job: Job) -> Ending:
@@ -108,6 +126,15 @@ def why_to_end(members: Sequence[int], level: Sequence[int], leaving: frozenset[
     if leaving.issuperset(level):
         return "told"
     return "floor" if job.below == "stop" and len(members) < job.floor else ""
+
+
+def spared(old: Mapping[int, Report], high: int, skipped: frozenset[Name], killers: Sequence[Name], job: Job) -> frozenset[Name]:
+    """Killers among the lost microbatches of the step at hand. Raises Poisoned."""
+    owed = {i for r in old.values() for i in (*r.owes.get(high, ()), *r.shadow.get(high, ()))}
+    found = sorted(name for name in killers if name[0] == high and name[1] not in owed and name not in skipped | job.skip)
+    if found and (not job.spares_killers or found[0] == LESSON):
+        raise Poisoned(*found[0])
+    return frozenset(found)
 
 
 def at_hand(old: Mapping[int, Report], formed: bool) -> list[int]:
@@ -129,11 +156,12 @@ def holding(bucket: Bucket, old: Mapping[int, Report], low: int, high: int) -> t
 
 
 def share_out(old: Mapping[int, Report], high: int, vector: Vector, level: Sequence[int], leaving: frozenset[int],
-              job: Job) -> tuple[frozenset[int], frozenset[int], dict[int, tuple[int, ...]]]:
+              job: Job, skipped: frozenset[Name]) -> tuple[frozenset[int], frozenset[int], dict[int, tuple[int, ...]]]:
     """Lost microbatches of step `high`, the spares promoted, and who takes over what."""
     owed = Counter(i for r in old.values() for i in r.owes.get(high, ()))
     assert max(owed.values(), default=1) == 1, ("I1: a microbatch is owed twice", high, owed)
-    lost = frozenset(range(job.total)) - owed.keys() if job.policy.constant else frozenset()
+    all_of_it = frozenset(range(job.total)) - job.skipped(high, skipped)
+    lost = all_of_it - owed.keys() if job.policy.constant else frozenset()
     promoted, rest = set(), set(lost)
     for m, r in sorted(old.items()):
         shadow = r.shadow.get(high, frozenset())

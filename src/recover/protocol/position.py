@@ -26,7 +26,7 @@ from typing import Any
 
 from recover.errors import Diverged
 from recover.protocol.decision import Decision, Ending, Job, decide
-from recover.protocol.messages import NO_VIEW, Pending, Report, Speed, Vector, View
+from recover.protocol.messages import NO_VIEW, Name, Pending, Report, Speed, Vector, View
 from recover.protocol.requests import (
     Agree,
     Answer,
@@ -87,6 +87,7 @@ class Position:
         self.shadow: dict[int, set[int]] = {}
         self.done: set[int] = set()
         self.extra: set[tuple[int, int]] = set()            # (step, index) taken over from the dead
+        self.skipped: frozenset[Name] = frozenset()         # put aside by a decision
         self.reduced: set[int] = set()
         self.begun = -1
         self.leave_asked = False                            # whoever drives this says so, at any time
@@ -155,7 +156,9 @@ class Position:
         if step not in self.owes:
             vector = self.vectors[max(s for s in self.vectors if s <= step)]
             plan = self.job.policy.plan(vector, step, self.job.total)
-            self.owes[step], self.shadow[step] = set(plan.work.get(self.me, ())), set(plan.shadow.get(self.me, ()))
+            skipped = self.job.skipped(step, self.skipped)
+            self.owes[step] = set(plan.work.get(self.me, ())) - skipped
+            self.shadow[step] = set(plan.shadow.get(self.me, ())) - skipped
 
     def attempt(self) -> Moves:
         """Take the step at hand as far as it goes; False: recover."""
@@ -234,11 +237,17 @@ class Position:
         while work - self.done:
             if any((yield from self.turn())):
                 return False
-            chunk = tuple(sorted(work - self.done)[:self.chunk])
-            last = set(chunk) == work - self.done and not self.shadow[step] and step not in self.switch
-            yield Compute(step, chunk, last, sum((step, index) in self.extra for index in chunk))
+            chunk, taken_over = self.next_chunk(step, sorted(work - self.done))
+            last = set(chunk) == work - self.done and not self.shadow[step] and step not in self.switch and not taken_over
+            yield Compute(step, chunk, last, taken_over)
             self.done.update(chunk)
         return True
+
+    def next_chunk(self, step: int, left: list[int]) -> tuple[tuple[int, ...], int]:
+        """What to compute next, and how much of it was taken over from the dead: last, one by one, and nothing is launched
+        before it is over, so that whoever dies of it has told of one microbatch, which is in no bucket."""
+        own = [index for index in left if (step, index) not in self.extra]
+        return (tuple(own[:self.chunk]), 0) if own else (tuple(left[:1]), 1)
 
     def turn(self) -> Generator[Any, Any, list[bool]]:
         """`turn`: positions of a replica act as one, and any one can stop all."""
@@ -334,7 +343,7 @@ class Position:
         self.trouble = not (yield Reform(self.view))
         if answer.reports is None:
             return (yield from self.let_in())
-        decision = decide(self.view.members, answer.reports, self.job)
+        decision = decide(self.view.members, answer.reports, self.job, self.view.killers)
         if decision is None:
             self.over = True
             return False
@@ -358,7 +367,7 @@ class Position:
         reduced = frozenset((p, b) for p, part in enumerate(parts) for b in part.reduced)
         return Report(step=self.step, level=self.level, leaving=self.leave_asked, fresh=self.view.id == NO_VIEW, formed=formed,
                       owes=owes, shadow=shadow, buckets=tuple(part.buckets for part in parts), reduced=reduced,
-                      vectors={s: v for part in parts for s, v in part.vectors.items()})
+                      vectors={s: v for part in parts for s, v in part.vectors.items()}, skipped=self.skipped)
 
     def handed_back(self, step: int) -> frozenset[int]:
         """`handback`: a leaver reports as its work only what it has done; the rest is lost, and shared out."""
@@ -398,7 +407,7 @@ class Position:
 
     def apply(self, decision: Decision, report: Report) -> None:
         """Take over a decision: what is owed, the vectors in force, and which fences it stands for."""
-        self.switch, self.pending = {}, None
+        self.switch, self.pending, self.skipped = {}, None, decision.skipped
         self.leave_after, self.ending = decision.last(self.me), decision.ending
         self.pause_at = decision.high if decision.paused else None
         if not decision.formed:

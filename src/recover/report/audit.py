@@ -10,7 +10,8 @@ Receipts are read from every event file of a directory and checked, first each f
     steps    the steps of a file have no gap, and reach the step that its `run.end` claims; whoever contributed to step
              t was still there two steps before and has a receipt of it (the last receipts of a casualty may be lost).
              A joiner's receipts begin where it caught up; it contributes only after two whole steps in the view
-    I1       `who` names exactly one member for each of the B microbatches. A member that is gone may have contributed
+    I1       `who` names exactly one member for each of the B microbatches, but for those that the receipt calls skipped (the
+             one lawful departure from B; `tables` counts them). A member that is gone may have contributed
              before it died, hence outside `members`; within one view nobody but its members does
     I2       `who`, divisor, loss (to the bit) and bucket checksums of a step agree over all replicas
     I5       so do the hashes of the state
@@ -249,8 +250,11 @@ def _content(item: Item, total: int, known: set[int], before: Receipt | None) ->
     if len(receipt.who) != total:
         yield item.offence("I1", f"{len(receipt.who)} contributions instead of {total}")
     same_view = before is not None and before.view == receipt.view
+    skipped = set(receipt.skipped or ())
     for index, member in enumerate(receipt.who):
-        if member == -1 and not receipt.policy_constant:
+        if index in skipped and member != -1:
+            yield item.offence("I1", f"microbatch {index} comes from {member}, but was skipped")
+        if member == -1 and (index in skipped or not receipt.policy_constant):
             continue
         if member == -1:
             yield item.offence("I1", f"nobody contributed microbatch {index}")
@@ -259,7 +263,8 @@ def _content(item: Item, total: int, known: set[int], before: Receipt | None) ->
         elif same_view and member not in receipt.members:
             yield item.offence("I4", f"microbatch {index} comes from {member}, who is not in this view, "
                                      f"and the step before was committed in the same view")
-    if not (math.isfinite(receipt.divisor) and receipt.divisor > 0):
+    nothing = receipt.divisor == 0 and skipped == set(range(total))
+    if not (math.isfinite(receipt.divisor) and receipt.divisor > 0) and not nothing:
         yield item.offence("I1", f"divisor {receipt.divisor}")
     if receipt.loss is not None and loss_bits(receipt.loss) != receipt.loss_bits:
         yield item.offence("format", f"loss {receipt.loss} and its bits {receipt.loss_bits} differ")
@@ -333,6 +338,7 @@ def _witnesses(run: Run) -> Iterator[Offence]:
 Aspect = tuple[str, str, Callable[[Receipt], Any]]
 ASPECTS: tuple[Aspect, ...] = (
     ("I1", "who contributed what", lambda receipt: receipt.who),
+    ("I1", "what was skipped", lambda receipt: receipt.skipped or ()),
     ("I1", "the divisor", lambda receipt: receipt.divisor),
     ("I1", "whether the policy keeps the batch", lambda receipt: receipt.policy_constant),
     ("I2", "the loss", lambda receipt: receipt.loss_bits),
@@ -377,7 +383,7 @@ def tables(result: Result) -> Iterator[Table]:
         name = f"{run.run_id}, attempt {run.attempt}" if run.attempt else run.run_id
         steps = {item.receipt.step: item.receipt.who for item in run.items()}
         contributed = Counter(member for who in steps.values() for member in who)
-        table = Table("replica", "rank", "receipts", "steps", "contributed", "state", title=f"run {name}, "
+        table = Table("replica", "rank", "receipts", "steps", "contributed", "skipped", "state", title=f"run {name}, "
                       f"{run.microbatches} microbatches per step",
                       caption=f"contributed: by all receipts, once per replica; {len(steps)} steps have "
                               f"{sum(map(len, steps.values()))} microbatches")
@@ -390,4 +396,5 @@ def _row(source: Source, done: str) -> tuple[str, ...]:
     receipts = [item.receipt for item in source.items]
     steps = f"{receipts[0].step} to {receipts[-1].step}" if receipts else "none"
     state = next((receipt.state_hash for receipt in reversed(receipts) if receipt.state_hash), "")
-    return str(source.replica), str(source.rank), str(len(receipts)), steps, done, (state or "")[:16]
+    skipped = sum(len(receipt.skipped or ()) for receipt in receipts)
+    return str(source.replica), str(source.rank), str(len(receipts)), steps, done, str(skipped), (state or "")[:16]

@@ -25,6 +25,10 @@ class Evicted(Exception):
     """The others went on without this one."""
 
 
+class Died(Exception):
+    """This one computed a microbatch that kills."""
+
+
 class Actor:
     """Position 0 leads: it speaks with the coordinator. `p` is the position; `joining`: it was not there at the start."""
 
@@ -50,7 +54,7 @@ class Actor:
                 answer = yield from self.answers[type(request)](request)
         except StopIteration:
             self.end()
-        except Evicted:
+        except (Evicted, Died):
             pass
         except Stopped as stopped:                          # a joiner that the others left behind
             check(any(self.world.endings.values()), "I3: stopped without a reason", self.me, stopped)
@@ -185,6 +189,9 @@ class Actor:
         yield
         check(not self.local & set(request.indices), "computed twice", request)
         check(len(self.view.members) >= self.world.job.floor, "goes on below the floor", self.me, self.view)
+        self.tell(request)
+        if self.world.poison & {(request.step, index) for index in request.indices}:
+            raise Died
         self.local |= set(request.indices)
         if request.last and self.position.fence >= request.step - 1:    # else held until the fence has passed
             for b in range(self.position.buckets):
@@ -192,6 +199,12 @@ class Actor:
                     self.launch(request.step, b, True)
                 if self.random.random() < .2:
                     break
+
+    def tell(self, request: ask.Compute) -> None:
+        """The coordinator hears of what was taken over from the dead, in case this one dies of it."""
+        if self.world.up:
+            name = (request.step, request.indices[0]) if request.recomputed else None
+            self.world.coordinator.hand(self.me, self.p, name)
 
     def launch(self, step: int, b: int, counted: bool) -> None:
         if b not in self.launched:
@@ -202,6 +215,8 @@ class Actor:
         return frozenset(self.local if counted else ())
 
     def reduce(self, request: ask.Reduce) -> Outcomes:
+        if self.world.up:
+            self.world.coordinator.hand(self.me, self.p, None)
         if self.launches_all_first():
             for b in request.buckets:
                 self.launch(request.step, b, request.counted)
@@ -221,7 +236,8 @@ class Actor:
 
     def take(self, step: int, b: int, result: dict[int, Any]) -> None:
         count = Counter(i for part in result.values() for i in part)
-        check(count == Counter(range(self.world.job.total)), "I1: not exactly once", self.me, self.p, step, b, count)
+        wanted = set(range(self.world.job.total)) - self.world.job.skipped(step, self.position.skipped)
+        check(count == Counter(wanted), "I1: not exactly once", self.me, self.p, step, b, count)
         self.sums[b] = tuple(sorted((m, tuple(sorted(part))) for m, part in result.items()))
 
     def commit(self, request: ask.Commit) -> Steps:

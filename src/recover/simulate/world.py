@@ -15,7 +15,7 @@ only its members contribute in it). Also: all members plan a step from the same 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -91,6 +91,8 @@ class World:
                            crash=shape.choice([0, 0, 1, 2]), flap=shape.choice([0, 1, 3, 8]), preempt=0)
         self.chunk = shape.choice([1, 1, 1, 2, 3])          # microbatches that a replica computes at one go
         self.checkpoints = self.draw_checkpoints(seed)
+        self.poison: set[tuple[int, int]] = set()           # microbatches that kill whoever computes them
+        self.draw_names(seed)
         self.start: dict[int, int] = {}                     # member -> the step at which it began
         self.ops: dict[tuple[Any, ...], Op] = {}
         self.inner: dict[tuple[int, int], tuple[str, dict[int, Any]]] = {}
@@ -127,6 +129,22 @@ class World:
             return {m: {0} for m in range(self.size)}
         common = shape.randint(0, self.job.steps)
         return {m: {common, *(s for s in range(self.job.steps + 1) if shape.random() < .4)} for m in range(self.size)}
+
+    def draw_names(self, seed: int) -> None:
+        """In one of five schedules some microbatches are skipped by agreement. In some, one kills whoever computes it, and
+        nothing else does: it takes the first, who told nothing (two, if that one was ahead of the others, who then plan its
+        step anew), and two who had taken it over. Nor does the coordinator crash then, and forget what it was told."""
+        shape, job = random.Random(seed * 15_485_863 + 3), self.job
+        self.job = replace(job, spares_killers=True)
+        names = [(step, index) for step in range(1, job.steps) for index in range(job.total)]
+        if len(names) < 4:
+            return
+        skip = frozenset(shape.sample(names, shape.randint(1, 3))) if shape.random() < .2 else frozenset()
+        self.job = replace(job, skip=skip, spares_killers=True)
+        spares = getattr(job.policy, "spares", 1)           # whoever shadows a microbatch dies of it, too, unannounced
+        if self.size >= 5 and not spares and shape.random() < .3:
+            self.poison = {shape.choice(names)} - skip
+            self.budget |= dict(kill=0, freeze=0, leave=0, crash=0)
 
     def readable(self, member: int) -> set[int]:
         """Steps after which `member` could begin. Whoever was not there when the run began reads what all can."""

@@ -264,8 +264,17 @@ def load(path: Path, position: int) -> Part:
         raise CheckpointDamaged(f"{file} can't be read: {type(error).__name__}: {error}") from None
 
 
+def past(facts: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """What is to be skipped later may change: whoever is stopped by a microbatch skips it from then on."""
+    found = dict(facts)
+    if "skip" in found:
+        found["skip"] = [name for name in found["skip"] if name[0] < steps]
+    return found
+
+
 def compare(path: Path, manifest: Manifest, facts: Mapping[str, Any]) -> None:
     """Raises ValueError that names what differs: the checkpoint is of another run."""
+    facts = past(facts, manifest.steps)
     if manifest.facts.get("mesh") != facts.get("mesh"):
         raise ValueError(f"{path} was written by replicas of the mesh {manifest.facts.get('mesh')}, and here they are "
                          f"{facts.get('mesh')}: a run can be resumed with another number of replicas, not with another mesh "

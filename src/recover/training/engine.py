@@ -93,11 +93,13 @@ class Engine:
         self.launching: ask.Compute | None = None
         self.speedometer = Speedometer(SMOOTHING)
         self.warm = False                                   # past the first step here, in which everything is slower
+        self.told = False                                   # the coordinator knows of a microbatch that we are at
         self.given_out = 0                                  # microbatches that the script has in hand
         self.pipelined = False                              # the script takes its microbatches in chunks
         self.computed = 0                                   # microbatches of the step at hand, computed here
         self.recomputed = 0
         self.committed: Whole | None = None
+        self.missing: frozenset[int] = frozenset()          # of the committed step: what nobody computed
         self.shares: list[Share] = []                       # of the step at hand, by position
         self.giver = Giver(self.copy_state, self.welcome, timeouts, record)
         self.hands: Hands | None = None                     # of this rank, should it come late
@@ -155,6 +157,7 @@ class Engine:
                     self.injector.at("compute", request.step, self.computed + n)
                 if request.recomputed:
                     self.injector.at("recompute", request.step)
+                self.tell(request)
                 self.launching = request
                 self.sums.before_forward(request.last, self.pipelined)
                 self.given_out = len(request.indices)
@@ -272,6 +275,7 @@ class Engine:
         if self.keep is not None:
             self.keep(request)
         else:
+            self.missing = self.put_aside(request.step)
             self.committed = self.whole_step(self.sums, self.shares, self.inner)
             self.warm = True
         self.works, self.whole = {}, set()
@@ -284,9 +288,14 @@ class Engine:
         self.activity.turn("update")
         self.injector.at("optimizer", request.step)
 
+    def put_aside(self, step: int) -> frozenset[int]:
+        """The microbatches of `step` that nobody computes."""
+        return self.position.job.skipped(step, self.position.skipped)
+
     def whole_step(self, sums: Sums, shares: Sequence[Share], inner: Agreement) -> Whole:
         """`.grad` of whole sums, on all positions alike."""
-        whole = sums.commit(self.count, [shares[p] for p in self.place.speakers()])
+        count = None if self.count is None else self.count - len(self.missing)
+        whole = sums.commit(count, [shares[p] for p in self.place.speakers()])
         if whole.gradient.learned is not None:
             self.lessons = whole.gradient.learned
         return self.commit_alike(sums.store, whole, inner) if self.place.ranks > 1 else whole
@@ -376,8 +385,16 @@ class Engine:
                 forming.farewell(self.group, number(Kind.PART, 1), self.timeouts.drain)
         return says
 
+    def tell(self, request: ask.Compute | None) -> None:
+        """What was taken over from the dead is told before it is computed: should this replica die of it, too, it is known."""
+        name = (request.step, request.indices[0]) if request is not None and request.recomputed else None
+        if name is not None or self.told:
+            self.member.hand(name)
+            self.told = name is not None
+
     def reduce(self, request: ask.Reduce) -> ask.Outcome:
         """Wait for every bucket; in `exact`, then for the coarse parts of those that need them (the same on all)."""
+        self.tell(None)
         since = time.monotonic()
         if self.recovery is not None and self.recovery.views:
             self.injector.at("redo", request.step)

@@ -64,6 +64,7 @@ class Kept:
     request: ask.Commit
     shares: list[Share]
     sums: list[list[Tensor]]
+    missing: frozenset[int]
 
     @property
     def size(self) -> int:
@@ -159,7 +160,7 @@ class Joiner:
         kept = None
         if request.step >= self._start:
             sums = [[part.detach().to("cpu", copy=True) for part in mirror.outputs(b)] for b in range(mirror.count)]
-            kept = Kept(request, list(engine.shares), sums)
+            kept = Kept(request, list(engine.shares), sums, engine.put_aside(request.step))
         with self._news:
             if kept is not None:
                 self._kept[request.step] = kept
@@ -265,6 +266,7 @@ class Joiner:
         for b, parts in enumerate(kept.sums):
             for target, part in zip(self.sums.outputs(b), parts, strict=True):
                 target.copy_(part)
+        self.engine.missing = kept.missing
         self.engine.committed = self.engine.whole_step(self.sums, kept.shares, self.branch)
         self._next += 1
         return kept.request

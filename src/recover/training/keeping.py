@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from recover import events
 from recover.training.checkpoint import Checkpoints
 from recover.training.engine import Engine
+from recover.training.forming import farewell
+from recover.training.numbers import Kind, number
 from recover.training.resuming import Resume, taken
 from recover.training.saving import Author, Saver, Training
 
@@ -22,7 +24,7 @@ def facts(options: Options, mesh: dict[str, int], data: list[list[int]]) -> dict
     data set."""
     return dict(microbatches=options.microbatches, seed=options.seed, reduction=options.reduction, nonfinite=options.nonfinite,
                 buffers=options.buffers, bucket_bytes=options.bucket_bytes, first_bucket_bytes=options.first_bucket_bytes,
-                mesh=mesh, data=data)
+                mesh=mesh, data=data, skip=sorted(map(list, options.skip)))
 
 
 class Keeping:
@@ -62,6 +64,14 @@ class Keeping:
         self.saver.fenced(step - 1)
         if all(self.engine.agreed("fenced", True)):
             self.saver.settle()
+    def finish(self, timeout: float) -> None:
+        """The end of the run. Nobody goes before the last checkpoint is written: a launcher ends whoever is late."""
+        self.announce()
+        self.saver.settle()
+        group = self.engine.group
+        if group is not None:
+            with self.engine.activity.waiting():
+                farewell(group, number(Kind.PART, 3), timeout)
 
     def updated(self, step: int, digest: str, clock: float | None) -> None:
         """The update of `step` is done; `digest`: the hash after it, or "". """

@@ -14,7 +14,7 @@ import platform
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 
 from recover import collectives, events
 from recover.config import Environment, Timeouts
-from recover.errors import Evicted, Left, LeftRun, NotFinite, RecoverError
+from recover.errors import Evicted, Left, LeftRun, NotFinite, Poisoned, RecoverError
 from recover.faults.injector import injector_for
 from recover.gradients.buffers import BufferWatch
 from recover.gradients.buffers import Policy as BufferPolicy
@@ -40,7 +40,7 @@ from recover.parallel.inner import Agreement, Alone, Inner
 from recover.parallel.mesh import Place
 from recover.parallel.ranks import build_mesh, shared_token
 from recover.protocol import requests as ask
-from recover.protocol.decision import Job
+from recover.protocol.decision import LESSON, Job
 from recover.protocol.position import Position
 from recover.training import snapshot
 from recover.training.checkpoint import Checkpoints
@@ -81,6 +81,8 @@ class Options:
     bucket_bytes: int
     first_bucket_bytes: int
     checkpoint: Checkpoints | None = None
+    skip: frozenset[tuple[int, int]] = frozenset()
+    poison: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -89,6 +91,12 @@ class Options:
             raise ValueError(f'reduction must be "fast" or "exact", not {self.reduction!r}')
         if self.nonfinite not in ("raise", "skip", "keep"):
             raise ValueError(f'nonfinite must be "raise", "skip" or "keep", not {self.nonfinite!r}')
+        if self.poison not in ("stop", "skip"):
+            raise ValueError(f'poison must be "stop" or "skip", not {self.poison!r}')
+        wrong = [name for name in sorted(self.skip) if name == LESSON or name[0] < 0 or not 0 <= name[1] < self.microbatches]
+        if wrong:
+            raise ValueError(f"skip: {wrong[0]} is no (step, index) with an index below {self.microbatches}, or it is (0, 0), "
+                             "from which the run learns")
         if self.hash_every < 0:
             raise ValueError(f"hash_every must be 0 (never) or a number of steps, not {self.hash_every}")
 
@@ -97,7 +105,8 @@ class Options:
         facts: dict[str, str | int | float | bool] = dict(
             microbatches=self.microbatches, seed=self.seed, reduction=self.reduction, policy=repr(self.policy),
             nonfinite=self.nonfinite, buffers=self.buffers, hash_every=self.hash_every, bucket_bytes=self.bucket_bytes,
-            first_bucket_bytes=self.first_bucket_bytes, torch=str(torch.__version__), backend=backend)
+            first_bucket_bytes=self.first_bucket_bytes, skip=skips(self.skip), poison=self.poison,
+            torch=str(torch.__version__), backend=backend)
         if self.reduction == "exact":                   # other kernels give other bits
             gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
             facts |= dict(threads=torch.get_num_threads(), processor=processor(), gpu=gpu,
@@ -117,7 +126,8 @@ def processor() -> str:
 def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", policy: str | Policy = "balanced",
          backend: str | None = None, nonfinite: NonFinite = "raise", buffers: BufferPolicy = "leader", hash_every: int = 0,
          bucket_bytes: int = 25 << 20, first_bucket_bytes: int = 1 << 20, mesh: Mapping[str, int] | None = None,
-         checkpoint: Checkpoints | None = None) -> Run:
+         checkpoint: Checkpoints | None = None, skip: Iterable[int | tuple[int, int]] = (),
+         poison: Literal["stop", "skip"] = "stop") -> Run:
     """Join the run that this process was started for; without `recover launch`, a run of one replica by itself.
 
     microbatches: B, per step over all replicas. seed: of samples and of the random state per microbatch. reduction:
@@ -129,6 +139,9 @@ def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", pol
     several ranks, such as {"pp": 2, "dp_shard": 2, "tp": 2}; `run.mesh` is torch's DeviceMesh over them (recover.parallel.mesh).
     backend: of the sums between replicas; by default RECOVER_BACKEND (`recover launch --backend`), without that "tcp".
     checkpoint: `recover.Checkpoints("dir", every=100)`, for when all replicas die: the run goes on from the newest one there.
+    skip: steps, or (step, index) of microbatches, that nobody computes; the divisor is that of the rest. poison: what becomes
+    of a microbatch that kills whoever computes it: the run "stop"s with Poisoned, which names it, or all "skip" it
+    (docs/faults.md).
 
     Raises ValueError for a mistake in these or in the environment. That the others ask for something else comes out as
     JoinRefused from `run.steps`, with both values.
@@ -140,11 +153,31 @@ def join(*, microbatches: int, seed: int = 0, reduction: Reduction = "fast", pol
     if environment and environment.spares:
         chosen = Spares(chosen, environment.spares, environment.replicas)
     options = Options(microbatches, seed, reduction, chosen, nonfinite, buffers, hash_every, bucket_bytes, first_bucket_bytes,
-                      checkpoint)
+                      checkpoint, named(skip, microbatches), poison)
     rank, ranks = (environment.rank, environment.world_size) if environment else (int(os.environ.get("RANK", "0")),
                                                                                    int(os.environ.get("WORLD_SIZE", "1")))
     backend = backend or os.environ.get("RECOVER_BACKEND") or "tcp"
     return Run(options, environment, backend, Place.of(rank, ranks, mesh))
+
+
+def named(skip: Iterable[int | tuple[int, int]], microbatches: int) -> frozenset[tuple[int, int]]:
+    """Steps as all their microbatches. Raises ValueError for what is neither a step nor (step, index)."""
+    found: set[tuple[int, int]] = set()
+    for each in skip:
+        pair = tuple(each) if isinstance(each, list | tuple) else ()
+        if type(each) is int:
+            found.update((each, index) for index in range(microbatches))
+        elif len(pair) == 2 and all(type(part) is int for part in pair):
+            found.add((pair[0], pair[1]))
+        else:
+            raise ValueError(f"skip holds steps and (step, index), not {each!r}")
+    return frozenset(found)
+
+
+def skips(names: Iterable[tuple[int, int]]) -> str:
+    """For comparing: short, whatever their number."""
+    text = ", ".join(f"{step}:{index}" for step, index in sorted(names))
+    return text if len(text) < 200 else f"{text[:100]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def read_token(environment: Environment | None) -> bytes:
@@ -401,8 +434,10 @@ class Run:
         links = Links(self.member, self.backend, self.inner, self.place)
         self.engine = Engine(links, self.sums, self.managed, timeouts=self.timeouts, injector=injector, record=self.record)
         evaluator = self.sums.evaluator
+        options = self.options
         floor, below = (self.environment.min_replicas, self.environment.below) if self.environment else (0, "wait")
-        job = Job(self.options.microbatches, count + (evaluator is not None), self.options.policy, floor, below)
+        job = Job(options.microbatches, count + (evaluator is not None), options.policy, floor, below,
+                  frozenset(name for name in options.skip if name[0] < count), options.poison == "skip")
         position = Position(job, self.replica, self.place.rank, self.sums.count, first=True)
         wanted = self.options.checkpoint
         if wanted is not None:
@@ -435,7 +470,10 @@ class Run:
         self.engine.publisher.hold(events.make_receipt(
             step=step.index, view=request.view, members=request.members, who=who, divisor=whole.divisor, loss=step.loss,
             checksums=[self.sums.store.checksum(k) for k in range(self.sums.gradient_count)] if hashed else None,
-            policy_constant=self.options.policy.constant))
+            policy_constant=self.options.policy.constant,
+            skipped=sorted(self.engine.missing)))
+        if whole.divisor == 0:
+            step.skipped = True
         if whole.nonfinite:
             self._not_finite(step, f"step {step.index}: {whole.nonfinite}")
 
@@ -571,7 +609,7 @@ class Run:
 
     def failed(self, error: BaseException) -> None:
         """This rank's part ends with an error, ours or the script's: the others hear at once that it is gone."""
-        if isinstance(error, LeftRun):
+        if isinstance(error, LeftRun | Poisoned):
             log.error("%s; exit code %d", error, error.code)
         if isinstance(error, Evicted):
             self._end("evicted", str(error))
@@ -590,8 +628,7 @@ class Run:
             self.engine.publisher.paused = False        # a joiner that came in with the last steps
             self.engine.publisher.publish(position.job.steps)
             if self.keeping is not None:
-                self.keeping.announce()
-                self.keeping.saver.settle()
+                self.keeping.finish(2 * self.timeouts.coordinator)
         elif self.keeping is not None:
             self.keeping.saver.drop("the replica ended")
         self.record.emit(events.RUN_END, status=status, last_step=last, final_loss=None if math.isnan(self._loss) else self._loss,

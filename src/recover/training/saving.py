@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from recover import events
-from recover.training.checkpoint import WRITE_ERRORS, Checkpoints, Draft, File, Manifest, Part, retain
+from recover.training.checkpoint import WRITE_ERRORS, Checkpoints, Draft, File, Manifest, Part, past, retain
 from recover.training.state import copied
 
 log = logging.getLogger("recover.training")
@@ -235,7 +235,7 @@ class Saver:
     def _publish(self, job: Job, copying: float, writing: float) -> None:
         assert job.written is not None
         author, files = self.author, job.files or [job.written]
-        manifest = Manifest(steps=job.steps, run_id=author.run_id, replica=author.replica, facts=dict(author.facts),
+        manifest = Manifest(steps=job.steps, run_id=author.run_id, replica=author.replica, facts=past(author.facts, job.steps),
                             notes=dict(author.notes), files=files)
         try:
             first = job.draft.publish(manifest)

@@ -41,6 +41,9 @@ class Solo:
     def suspect(self, view: ViewId, reason: str, peer: int | None = None, unheard: tuple[int, ...] = ()) -> None:
         pass
 
+    def hand(self, name: tuple[int, int] | None) -> None:
+        pass
+
     def entered(self, view: ViewId) -> None:
         pass
 
