@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -140,6 +141,7 @@ def become_rank(order: dict[str, Any], function: Callable[[Script], None], priva
         for gone in [key for key in os.environ if key.startswith("RECOVER_")]:
             del os.environ[gone]
         os.environ.update(order["environ"])
+        faulthandler.register(signal.SIGUSR1)
         function(Script(order["settings"], Path(order["said"])))
         code = 0
     except SystemExit as end:
@@ -351,6 +353,9 @@ class Cluster:
         try:
             self.server.until(condition, what, seconds)
         except TimeoutError as late:
+            for replica in self.ranks:
+                self.signal(replica, signal.SIGUSR1)    # says where all its threads are
+            time.sleep(0.5)
             raise TimeoutError(f"{late}\n{self.show()}") from None
 
     def wait(self, replicas: Iterable[int] | None = None, seconds: float = PATIENCE) -> None:

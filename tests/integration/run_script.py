@@ -30,13 +30,15 @@ DEFAULTS: dict[str, Any] = dict(
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
     unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None, optimizer="adamw", piece=None,
-    drip=0.0, kept=None, lag=0.0, wrong=None, checkpoint=None, save=(), drag=0.0, samples=37, killer=None, skip=(), poison="stop")
+    drip=0.0, kept=None, lag=0.0, wrong=None, checkpoint=None, save=(), drag=0.0, samples=37, killer=None, skip=(),
+    poison="stop", hangs=None)
 """spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
 microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
 "buckets"}: see `forgetful`. dies: "form" (see `dies_forming`), or "giving", "fetching" (see `joins`).
 optimizer: or "sgd". piece, drip, kept, lag, wrong: see `joins`. order, width: make a model that does not fit the others'.
 compile: torch.compile's arguments. checkpoint: arguments of recover.Checkpoints. save: steps in which to call run.save().
-drag: seconds after each microbatch. samples: of `evaluates`. killer: [step, index] that kills whoever computes it."""
+drag: seconds after each microbatch. samples: of `evaluates`. killer: [step, index] that kills whoever computes it.
+hangs: a directory; see `hang`."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -89,6 +91,7 @@ class Setup:
 
     def __init__(self, script: Script) -> None:
         self.s = s = DEFAULTS | script.settings
+        self.turns = 0
         torch.manual_seed(s.get("init", 11))
         self.model = Tiny(s["width"], s["tied"], s["batch_norm"], s["order"], s["unused"])
         self.model.to(getattr(torch, s["dtype"]))
@@ -221,6 +224,17 @@ def joins(setup: Setup) -> None:
         joining.Joiner._replay = replays
 
 
+def hang(setup: Setup) -> None:
+    """For ever, if a file says so, which is then gone: the next life does not. Not before the time of a microbatch is known."""
+    setup.turns += 1
+    if setup.turns < 5:
+        return
+    file = setup.s["hangs"] and os.path.join(setup.s["hangs"], f"hang{os.environ['RECOVER_REPLICA']}")
+    if file and os.path.exists(file):
+        os.unlink(file)
+        time.sleep(3600)
+
+
 def zero(setup: Setup, place: str) -> None:
     if setup.s["zero_grad"] in (place, "everywhere"):
         setup.optimizer.zero_grad(set_to_none=setup.s["set_to_none"])
@@ -256,6 +270,7 @@ def train(script: Script) -> None:
                 if setup.s["linger"]:
                     time.sleep(setup.s["linger"])
                 zero(setup, "inside")
+                hang(setup)
                 if setup.s["killer"] == [microbatch.step, microbatch.index]:
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss, weight = setup.loss(microbatch)
@@ -275,7 +290,7 @@ def train(script: Script) -> None:
             if step.index in setup.s["save"]:
                 run.save()
             script.say("step", step=step.index, loss=step.loss.hex(), metrics=step.metrics, skipped=step.skipped,
-                       buckets=run.sums.gradient_count, leader=run.is_leader)
+                       buckets=run.sums.gradient_count, leader=run.is_leader, at=time.monotonic())
     script.say("done", cpu=time.process_time())
 
 

@@ -201,7 +201,7 @@ class Crashes(World):
 
 
 PLAIN = Parts()
-WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored, unbegun=Stopping, confirm=Preempted)
+WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored, unbegun=Stopping, late=Crashes, confirm=Preempted)
 """Where the plain world shows the need of a rule only once in ten thousand seeds or more."""
 PARTS = dict(
     fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag, world=Measured),
@@ -211,7 +211,7 @@ PARTS = dict(
     proves=replace(PLAIN, position=NoProves), agreement=replace(PLAIN, position=NoAgreement),
     turn=replace(PLAIN, position=NoTurn), vector=replace(PLAIN, position=NoVector), freeze=replace(PLAIN, actor=NoFreeze),
     settle=replace(PLAIN, actor=NoSettle), exit=replace(PLAIN, position=NoExit), handback=replace(PLAIN, position=NoHandback),
-    whole=PLAIN, clean=PLAIN, unknown=PLAIN,
+    whole=PLAIN, clean=PLAIN, unknown=PLAIN, late=replace(PLAIN, world=Crashes),
     suspect=replace(PLAIN, coordinator=NoSuspect), blame=replace(PLAIN, coordinator=NoBlame),
     atonce=replace(PLAIN, actor=NotAtOnce, world=Joins),
     verdict=replace(PLAIN, verdict=False), incarnation=replace(PLAIN, coordinator=NoIncarnationCounter, world=NoIncarnation),
@@ -223,15 +223,17 @@ PARTS = dict(
 
 @contextmanager
 def without(rule: str) -> Iterator[Parts]:
-    """The parts without `rule`; three rules live in functions of `decision`, which are replaced meanwhile."""
-    kept = decision.promotable, decision.countable, decision.at_hand
+    """The parts without `rule`; some rules live in functions of `decision`, which are replaced meanwhile."""
+    kept = decision.promotable, decision.countable, decision.at_hand, decision.holds_parameters
     if rule == "whole":
         decision.promotable = lambda shadow, lost: bool(shadow & lost)
     elif rule == "clean":
         decision.countable = lambda shadow: True
     elif rule == "unknown":
         decision.at_hand = lambda old, formed: [report.step for report in old.values()]
+    elif rule == "late":
+        decision.holds_parameters = lambda report, formed: report.level or not formed
     try:
         yield PARTS[rule]
     finally:
-        decision.promotable, decision.countable, decision.at_hand = kept
+        decision.promotable, decision.countable, decision.at_hand, decision.holds_parameters = kept

@@ -327,7 +327,8 @@ class Registrar:
             self.base.discard(member)
         if self.holding:
             self.departed.add(replica.seats[rank].identity.endpoint)
-        self.dismiss(member, f"rank {rank} of this replica was lost ({cause}: {evidence})", seen=inside)
+        again = cause == "heartbeat" or (not self.holding and bool(view.members))     # it may come back, and join
+        self.dismiss(member, f"rank {rank} of this replica was lost ({cause}: {evidence})", seen=inside or again)
         if self.holding:
             self.hasten()
             self.form()

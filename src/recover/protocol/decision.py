@@ -101,7 +101,7 @@ def decide(members: Sequence[int], reports: Mapping[int, Report], job: Job, kill
     steps = at_hand(old, formed)
     low, high = min(steps), max(steps)
     assert high - low <= 1, ("steps of survivors apart by more than one", low, high)
-    level = [m for m in members if reports[m].level or not formed]
+    level = [m for m in members if holds_parameters(reports[m], formed)]
     if not level and low < job.steps:
         raise Stopped(f"no member that holds the parameters is left at step {low}")
     leaving = frozenset(m for m in members if reports[m].leaving)
@@ -119,6 +119,11 @@ def decide(members: Sequence[int], reports: Mapping[int, Report], job: Job, kill
         lost, promoted, extra = share_out(old, high, vector, level, leaving, job, skipped)
     paused = not ending and job.below == "wait" and len(members) < job.floor and high < job.steps
     return Decision(low, high, formed, tuple(buckets), vector, leaving, holders, lost, promoted, extra, ending, paused, skipped)
+
+
+def holds_parameters(report: Report, formed: bool) -> bool:
+    """`late`: whoever first comes to a run that has formed does not hold them, though it may take itself for a first member."""
+    return not formed or (report.level and not report.fresh)
 
 
 def why_to_end(members: Sequence[int], level: Sequence[int], leaving: frozenset[int], job: Job) -> Ending:

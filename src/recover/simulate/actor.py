@@ -188,6 +188,7 @@ class Actor:
     def compute(self, request: ask.Compute) -> Steps:
         yield
         check(not self.local & set(request.indices), "computed twice", request)
+        check(self.position.level, "computes without the parameters", self.me, request)
         check(len(self.view.members) >= self.world.job.floor, "goes on below the floor", self.me, self.view)
         self.tell(request)
         if self.world.poison & {(request.step, index) for index in request.indices}:

@@ -312,9 +312,11 @@ class Engine:
         return replace(whole, nonfinite=said[0] if said else "")
 
     def agreed(self, kind: str, value: Any, inner: Agreement | None = None) -> list[Any]:
-        """Everyone's values in this replica. `inner`: of a script that replays beside the pump."""
+        """Everyone's values in this replica. `inner`: another one of a script that replays while others are not kept waiting."""
+        if inner is not None and inner is not self.inner:
+            return inner.agree(kind, value)
         with self.activity.waiting():
-            return (inner or self.inner).agree(kind, value)
+            return self.inner.agree(kind, value)
 
     # -- handlers: a step -------------------------------------------------------------------------------------------
     def agree(self, request: ask.Agree) -> list[Any]:
@@ -537,9 +539,10 @@ class Engine:
             self.group = None
             return True
         view, before = request.view, self.group.members if self.group is not None else ()
-        self.let_go()
         try:
-            group = self.form_group(view)
+            with self.activity.waiting():
+                self.let_go()
+                group = self.form_group(view)
         except PeerLost as loss:
             self.group = None
             log.info("view %s could not be formed: %s", view.id, loss)
@@ -593,7 +596,8 @@ class Engine:
         assert self.group is not None
         said = b"" if request.says is None else ENCODER.encode(request.says)
         try:
-            given = self.group.gather(number(Kind.ENTER, 0), said).wait()
+            with self.activity.waiting():
+                given = self.group.gather(number(Kind.ENTER, 0), said).wait()
         except PeerLost as loss:
             self.notice(loss)
             return None
@@ -617,7 +621,8 @@ class Engine:
             assert self.hands is not None
             self.joiner = Joiner(self, self.hands)
             self.keep = self.joiner.keep
-        return self.joiner.open(group, level, step, layout)
+        with self.activity.waiting():
+            return self.joiner.open(group, level, step, layout)
 
     def confirm(self, request: ask.Confirm) -> bool:
         since = time.monotonic()

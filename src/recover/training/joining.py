@@ -167,7 +167,7 @@ class Joiner:
             held = sum(each.size for step, each in self._kept.items() if step >= self._start)
             full = kept is not None and held > max(KEPT_BYTES, 2 * kept.size)
             mine = Progress(self.fetch.whole, self.fetch.failed, self._awaits, full)
-        told = engine.inner.agree("joining", mine)
+        told = engine.agreed("joining", mine)
         with self._news:
             self._do(request.step, next_move(request.step, self._ready, self._tries, told))
             self._news.notify_all()
@@ -299,7 +299,7 @@ class Joiner:
                 raise Diverged(f"the state after catching up is not the others' at the beginning of step {checked[0]}: this "
                                "replica goes, and contributes to nothing")
             same = True
-        if all(self.engine.inner.agree("verified", same)):
+        if all(self.engine.agreed("verified", same)):
             speeds = [speed for speed in position.vectors[max(position.vectors)].values() if speed > 0]
             self.engine.publisher.paused = False
             position.caught_up, position.speed = True, sum(speeds) / len(speeds) if speeds else 1.0
