@@ -241,6 +241,7 @@ class Rank:
     lines: list[events.Line] = field(default_factory=list)
     output: str = ""
     code: int | None = None
+    lives: int = 1
 
     def all(self, kind: str) -> list[dict[str, Any]]:
         return [said for said in self.said if said["kind"] == kind]
@@ -257,8 +258,9 @@ class Rank:
     def end(self) -> dict[str, Any]:
         """Attributes of `run.end`."""
         lines = self.events(events.RUN_END)
-        assert len(lines) == 1, f"replica {self.replica}: {len(lines)} ends; exit {self.code}; it said:\n{self.output}"
-        return lines[0].attributes
+        said = f"replica {self.replica}: {len(lines)} ends; exit {self.code}; it said:\n{self.output}"
+        assert 1 <= len(lines) <= self.lives, said
+        return lines[-1].attributes
 
     @property
     def hash(self) -> str:
@@ -341,7 +343,7 @@ class Cluster:
             name=f"{self.directory}/{replica}", script=own.get("script", self.script), environ=environ | own.get("environ", {}),
             output=str(self.directory / f"output{replica}.txt"), said=str(self.directory / f"said{replica}.jsonl"),
             settings=self.settings | own.get("settings", {}))
-        self.ranks[replica] = Rank(replica, pid)
+        self.ranks[replica] = Rank(replica, pid, lives=1 + self.ranks[replica].lives if replica in self.ranks else 1)
 
     def code(self, replica: int) -> int | None:
         return self.server.codes.get(self.ranks[replica].pid)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from harness import Cluster, Result, cluster, run
@@ -11,6 +12,7 @@ from run_checks import healthy
 from test_run_live import causes
 
 from recover.errors import LEFT
+from recover.report.audit import audit
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -23,7 +25,8 @@ def alone(tmp_path_factory):
 
 
 @contextmanager
-def hosts(tmp_path, replicas: int, kind: type[Cluster] = Cluster) -> Iterator[tuple[Network, Cluster]]:
+def hosts(tmp_path, replicas: int, kind: type[Cluster] = Cluster,
+          settings: dict[str, Any] | None = None) -> Iterator[tuple[Network, Cluster]]:
     """A coordinator on host c (and a second one on host d, if `kind` has one), replica n on host n."""
     if unavailable():
         pytest.skip(unavailable())
@@ -35,7 +38,7 @@ def hosts(tmp_path, replicas: int, kind: type[Cluster] = Cluster) -> Iterator[tu
         own = {n: {"settings": {"space": net.name(str(n))}, "environ": {"RECOVER_INTERFACE": net.address(str(n))}}
                for n in range(replicas)}
         with cluster(tmp_path, "netns:train", replicas, kind=kind, failure_timeout=TIMEOUT, per_replica=own,
-                     settings=dict(steps=STEPS, linger=0.02)) as made:
+                     settings=settings or dict(steps=STEPS, linger=0.02)) as made:
             yield net, made
     finally:
         net.close()
@@ -81,6 +84,27 @@ def test_of_two_halves_the_one_with_the_coordinator_trains_on(tmp_path, alone):
     result = broken(tmp_path, 4, [0, 1], lambda net: net.cut("23", "c01"))
     assert sorted(causes(result)) == [(2, "heartbeat"), (3, "heartbeat")]
     assert result.hash == alone
+
+
+def test_the_half_that_was_cut_off_comes_back(tmp_path):
+    steps = 100
+    with hosts(tmp_path, 4, settings=dict(steps=steps, linger=0.03)) as (net, made):
+        made.until(lambda: len(made.said(0, "step")) > 3, "under way")
+        net.cut("23", "c01")
+        made.until(lambda: made.said(0, "step")[-1]["step"] > 20 and "view (0, 3)" in made.show(), "the others train on")
+        net.heal()
+        made.wait([2, 3])
+        assert [made.code(n) for n in (2, 3)] == [LEFT, LEFT]
+        made.start_rank(2)
+        made.start_rank(3)
+        made.wait()
+        result = made.collect()
+    assert [rank.code for rank in result.ranks.values()] == [0] * 4, result.show()
+    assert audit(result.directory / "events").ok
+    assert result.hash == run(tmp_path, "run_script:train", 1, settings=dict(steps=steps)).hash
+    done = [receipt["who"] for _, receipt in sorted(result.ranks[0].receipts.items())]
+    assert {2, 3} <= set(done[0])
+    assert {2, 3} <= set(done[-1]), "they take their part again"
 
 
 @pytest.mark.parametrize("direction", ["both ways", "one way", "other way"])

@@ -103,6 +103,21 @@ def test_below_the_floor_the_run_waits_and_can_still_be_told_to_go(tmp_path: Pat
     assert [said["step"] for said in result.ranks[0].all("step")] == [0, 1, 2, 3]
 
 
+def test_below_the_floor_the_run_goes_on_when_somebody_joins(tmp_path: Path, reference: Result) -> None:
+    floor = {"RECOVER_MIN_REPLICAS": "2", "RECOVER_BELOW": "wait"}
+    with cluster(tmp_path, "run_script:train", 2, plan=[fault(1, 4, "compute:1")], settings=dict(steps=STEPS),
+                 per_replica={r: dict(environ=floor) for r in range(2)}) as made:
+        made.wait([1])
+        made.until(lambda: "the run waits: it has 1 replicas" in made.show(), "replica 0 waits")
+        made.start_rank(1)
+        made.wait()
+        result = made.collect()
+    assert [rank.code for rank in result.ranks.values()] == [0, 0], result.show()
+    assert result.hash == reference.hash
+    after = [receipt["members"] for step, receipt in result.ranks[0].receipts.items() if step >= 4]
+    assert after == [[0, 1]] * (STEPS - 4), result.show()
+
+
 @pytest.mark.parametrize("place", ["compute:1", "reduce:1"])
 def test_a_spare_takes_over_and_no_survivor_computes_one_more(tmp_path: Path, reference: Result, place: str) -> None:
     result = run(tmp_path, "run_script:train", 4, plan=[fault(1, 4, place)], settings=dict(steps=STEPS),
