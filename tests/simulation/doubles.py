@@ -201,7 +201,7 @@ class Crashes(World):
 
 
 PLAIN = Parts()
-WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored, unbegun=Stopping, late=Crashes, confirm=Preempted)
+WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored, unbegun=Stopping, confirm=Preempted)
 """Where the plain world shows the need of a rule only once in ten thousand seeds or more."""
 PARTS = dict(
     fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag, world=Measured),
@@ -211,7 +211,7 @@ PARTS = dict(
     proves=replace(PLAIN, position=NoProves), agreement=replace(PLAIN, position=NoAgreement),
     turn=replace(PLAIN, position=NoTurn), vector=replace(PLAIN, position=NoVector), freeze=replace(PLAIN, actor=NoFreeze),
     settle=replace(PLAIN, actor=NoSettle), exit=replace(PLAIN, position=NoExit), handback=replace(PLAIN, position=NoHandback),
-    whole=PLAIN, clean=PLAIN, unknown=PLAIN, late=replace(PLAIN, world=Crashes),
+    whole=PLAIN, clean=PLAIN, unknown=PLAIN, late=PLAIN,
     suspect=replace(PLAIN, coordinator=NoSuspect), blame=replace(PLAIN, coordinator=NoBlame),
     atonce=replace(PLAIN, actor=NotAtOnce, world=Joins),
     verdict=replace(PLAIN, verdict=False), incarnation=replace(PLAIN, coordinator=NoIncarnationCounter, world=NoIncarnation),

@@ -30,12 +30,16 @@ class Died(Exception):
 
 
 class Actor:
-    """Position 0 leads: it speaks with the coordinator. `p` is the position; `joining`: it was not there at the start."""
+    """Position 0 leads: it speaks with the coordinator. `p` is the position; `joining`: it was not there at the start.
+
+    A joiner can't know that: half of them take themselves for first members till they hear otherwise, as all processes do.
+    """
 
     def __init__(self, world: World, me: int, p: int, joining: bool = False,
                  position: Callable[..., Position] = Position) -> None:
         self.world, self.me, self.p, self.random = world, me, p, world.random
-        self.position = position(world.job, me, p, world.buckets, first=not joining)
+        self.joining = joining
+        self.position = position(world.job, me, p, world.buckets, first=not joining or me % 2 == 0)
         self.position.chunk, self.position.speed = world.chunk, world.speed(me, -1)
         self.calls = 0
         self.sums: dict[int, Sum] = {}                      # reduced buckets of the step at hand
@@ -61,7 +65,7 @@ class Actor:
 
     def end(self) -> None:
         world, step = self.world, self.position.step
-        if step is not None:
+        if step is not None and not self.outside():
             world.finished.add(self.me)
             world.entry.setdefault(self.me, step)
             world.last[self.me] = step
@@ -71,6 +75,10 @@ class Actor:
                 if self.p == 0 and world.up:
                     world.coordinator.finish(self.me)
                     world.deliver()
+
+    def outside(self) -> bool:
+        """A joiner that is in no view yet, or lost the one that was to let it in."""
+        return self.position.step is None or (self.joining and self.view.id == NO_VIEW)
 
     @property
     def view(self) -> View:
@@ -84,7 +92,7 @@ class Actor:
             return
         if world.rebuilding():
             self.announce()
-        elif self.position.step is None:
+        elif self.outside():
             if self.p == 0 and self.me not in c.view.members and self.me not in c.waiting and not self.pending_has_me():
                 c.joined(self.me, world.endpoints(self.me))
                 world.deliver()
@@ -127,7 +135,7 @@ class Actor:
         return op
 
     def disturbed(self) -> bool:
-        return self.position.latest > self.view.id or (self.position.step is None and self.stale())
+        return self.position.latest > self.view.id or (self.outside() and self.stale())
 
     def stale(self) -> bool:
         """The view that was to let this joiner in is neither announced nor, by now, in force (others may be announced on it)."""
@@ -321,7 +329,7 @@ class Actor:
                     self.unconfirmed = (sent, c.view)
                     c.report(self.me, sent, ENCODER.encode(request.report))
                     world.deliver()
-            elif (position.step is None and self.me not in c.view.members and c.pending and self.pending_has_me()
+            elif (self.outside() and self.me not in c.view.members and c.pending and self.pending_has_me()
                   and c.pending.view.id > request.view):
                 return ask.Answer(c.pending.view, None)
             else:
