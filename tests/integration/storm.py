@@ -82,6 +82,7 @@ class Storm:
         for replica in [r for r, when in self.frozen.items() if time.monotonic() > when]:
             del self.frozen[replica]
             made.signal(replica, signal.SIGCONT)
+            self.sick.discard(replica)                  # if it was missed, it ends by itself
         for replica in range(REPLICAS):
             code = made.code(replica)
             if code is None:

@@ -87,7 +87,7 @@ def test_of_two_halves_the_one_with_the_coordinator_trains_on(tmp_path, alone):
 
 
 def test_the_half_that_was_cut_off_comes_back(tmp_path):
-    steps = 100
+    steps = 70
     with hosts(tmp_path, 4, settings=dict(steps=steps, linger=0.03)) as (net, made):
         made.until(lambda: len(made.said(0, "step")) > 3, "under way")
         net.cut("23", "c01")

@@ -28,7 +28,10 @@ def contributed(result, replica):
     return sum(receipt["who"].count(replica) for receipt in result.survivors[0].receipts.values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = [pytest.mark.slow, pytest.mark.skipif("'slow' not in config.getoption('-m')", reason="the long suite: pytest -m slow")]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("pp_tp", marks=SLOW), pytest.param("pp_fsdp", marks=SLOW)])
 def test_a_replica_comes_back(tmp_path, reference, layout):
     size = LAYOUTS[layout]
     settings = dict(layout=layout, steps=STEPS, linger=0.1)

@@ -10,10 +10,9 @@ from recover.report.audit import audit
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_run_gets_over_whatever_happens(tmp_path, seed):
+def test_a_run_gets_over_whatever_happens(tmp_path):
     (tmp_path / "storm").mkdir()
-    blown, steps = storm(tmp_path / "storm", seed, faults=20, seconds=90)
+    blown, steps = storm(tmp_path / "storm", seed=1, faults=15, seconds=90)
     assert blown.lives > 0
     assert blown.joined > 0
     assert audit(tmp_path / "storm" / "events").ok

@@ -313,7 +313,6 @@ class Actor:
 
     def exchange(self, request: ask.Exchange) -> Steps:
         world, sent = self.world, NO_VIEW
-        position = self.position
         while True:
             yield
             self.look()
