@@ -163,11 +163,11 @@ def main() -> int:
     longest = max(max(run["outside"] + ([] if run["killed"] else run["window"])) for run in runs)
     undelayed = figures["lost"]["max"] <= max(longest, 1.5 * figures["control"]["median"]) \
         and figures["lost"]["median"] <= 1.05 * figures["control"]["median"]
-    quiet = all(set(run["messages"]["received"]) <= {"Heartbeat"} for run in runs)
+    quiet = all(set(run["messages"]["received"]) <= {"Heartbeat", "Pulse"} for run in runs)
     undisturbed = all(run["views"] == 1 and run["recoveries"] == 0 for run in runs)
     if not options.no_record:
         common.record("coordinator_loss", "coordinator killed and restarted 2 s later: no step is delayed by it (none longer "
-                      "than the longest where nothing happened, median within 5 %), no new view; heartbeats only per step",
+                      "than the longest where nothing happened, median within 5 %), no new view; signs of life only",
                       undelayed and quiet and undisturbed,
                       {"replicas": REPLICAS, "microbatches": MICROBATCHES, "nap_s": NAP, "away_s": AWAY, "steps": STEPS,
                        "pairs": options.pairs},

@@ -16,11 +16,16 @@ def record(name: str) -> dict[str, Any]:
 def rows() -> list[tuple[str, str, str]]:
     """(what, figure, command that prints it)"""
     exact, detection, accuracy = record("exactness"), record("detection")["results"], record("accuracy")["results"]
+    backends = record("collectives")["results"]
+    died = backends["death_ms"]
     coordinator, memory = record("coordinator_loss")["results"], record("memory")["results"]["bytes_per_parameter"]
     hashes, wrong = {run["hash"] for run in exact["runs"]}, sum(bool(run["problem"]) for run in exact["runs"])
+    everything, speed = record("checkpoint")["results"], record("speed")["results"]
     layouts = record("layouts")["results"]
     killed = [row for part in ("exact", "inside") for row in layouts[part] if row["killed_at"] != "nothing"]
+    soak, joins = record("soak")["results"], record("join")["results"]
     total, window = detection["total_ms"], coordinator["window_ms"]
+    sizes = {row["members"]: max(row["death_to_view_s"]) for row in record("control_plane")["results"]["sizes"]}
     return [
         (f"`exact`: hash of weights and optimizer state after {exact['steps']} steps, {len(exact['runs'])} runs: 1 to 5 "
          "replicas, a kill at every place, pairs of kills", f"{len(hashes)} hash", "python benchmarks/exactness.py"),
@@ -37,8 +42,26 @@ def rows() -> list[tuple[str, str, str]]:
          f"at most {accuracy['worst']:.1e}", "python benchmarks/accuracy.py"),
         (f"SIGKILL of one of 4, loaders busy: detection, decision and reform, {total['n']} kills",
          f"median {total['median']:.0f} ms, worst {total['max']:.0f} ms", "python benchmarks/detection.py"),
+        ("one all_reduce, 10 kB to 100 MB, 2 to 8 ranks of one host: time of `tcp` over that of Gloo, median",
+         f"{backends['speed']['tcp/gloo']:.2f}", "python benchmarks/collectives.py"),
+        ("SIGKILL of one of up to 6: until the last survivor has its error, worst of 20: `tcp`, `ulfm`",
+         f"{died['tcp']['last']['max']:.0f} ms, {died['ulfm']['last']['max']:.0f} ms", "python benchmarks/collectives.py"),
+        (f"{sum(soak['faults'].values())} random faults in {soak['seconds']:.0f} s over one run of 4 replicas with restarts "
+         f"(kills, freezes, hangs, leaves, coordinator): came back {soak['joined']} times; hash equals the undisturbed run's, "
+         "offences in the audit", f"{'yes' if soak['equal'] else 'NO'}, {len(soak['offences'])}", "python benchmarks/soak.py"),
+        (f"{len(joins['joins'])} joins of a run under way, some with the donor or the joiner killed: equal from its first step",
+         f"{sum(each['equal'] for each in joins['joins'])}", "python benchmarks/join.py"),
+        ("a replica of 10 million parameters joins three on two cores: their longest step meanwhile, against the median",
+         f"up to {max(each['delay'] for each in joins['delays']):.0%} longer", "python benchmarks/join.py"),
         ("coordinator killed and back 2 s later: longest step meanwhile (in a run where nothing happened)",
          f"{window['lost']['max']:.0f} ms ({window['control']['max']:.0f} ms)", "python benchmarks/coordinator_loss.py"),
+        ("a death among 512 (4,096) members of one coordinator: the new view at the last of them, worst of 5",
+         f"{1000 * sizes[512]:.0f} ms ({1000 * sizes[4096]:.0f} ms)", "python benchmarks/control_plane.py"),
+        (f"everything killed {len(everything['rows'])} times, resumed with 1 to 4 replicas: hash at the end is the undisturbed "
+         f"run's, most steps lost (checkpoint every {record('checkpoint')['settings']['every']})",
+         f"{'yes' if everything['end']['equal'] else 'NO'}, {everything['lost']}", "python benchmarks/checkpoint.py"),
+        ("policy `speed`, one of 4 replicas at half speed: step time over the ideal (`balanced`)",
+         f"{speed['speed']['ratio']:.2f} ({speed['balanced']['ratio']:.2f})", "python benchmarks/speed.py"),
         ("gradient state, bytes per float32 parameter: `fast`, `exact` (DDP with bucket views)",
          f"{memory['fast, float32']['resident']:.0f}, {memory['exact, float32']['resident']:.0f} "
          f"({memory['DDP, bucket views, float32']['resident']:.0f})", "python benchmarks/memory.py"),

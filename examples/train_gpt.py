@@ -41,6 +41,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policy", default="balanced", help="who computes what (see docs/policies.md)")
     parser.add_argument("--hash-every", type=int, default=0, metavar="N",
                         help="hash weights and optimizer state after every N steps (0: only at the end)")
+    parser.add_argument("--checkpoint", metavar="DIR", help="keep the state there, and go on from it (see docs/checkpoints.md)")
+    parser.add_argument("--checkpoint-every", type=int, default=10, metavar="N", help="steps")
     return parser.parse_args(argv)
 
 
@@ -68,8 +70,9 @@ def main(argv: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(args.steps))
 
+    keep = recover.Checkpoints(args.checkpoint, every=args.checkpoint_every) if args.checkpoint else None
     run = recover.join(microbatches=args.microbatches, seed=args.seed, reduction=args.reduction,    # recover
-                       policy=args.policy, backend=args.backend, hash_every=args.hash_every)
+                       policy=args.policy, backend=args.backend, hash_every=args.hash_every, checkpoint=keep)
     run.manage(model, optimizer, scheduler)                                                         # recover
     if args.workers:
         data = run.loader(dataset, args.batch_size, num_workers=args.workers)                       # recover

@@ -62,7 +62,7 @@ class Ranks:
 
     def form(self, members: Sequence[int] | None = None, timeout=PATIENCE):
         self.number += 1
-        view = view_of({m: b.endpoint for m, b in self.backends.items()}, self.number, members)
+        view = self.view(members)
         formed = together({m: lambda m=m: self.backends[m].form(view, 0, m, timeout) for m in view.members})
         for result in formed.values():
             if isinstance(result, PeerLost):
@@ -73,6 +73,9 @@ class Ranks:
     def each(self, function, members: Sequence[int] | None = None):
         chosen = self.groups if members is None else members
         return together({m: lambda m=m: function(m, self.groups[m]) for m in chosen})
+
+    def view(self, members: Sequence[int] | None = None) -> View:
+        return view_of({m: b.endpoint for m, b in self.backends.items()}, self.number, members)
 
     def close(self) -> None:
         for backend in self.backends.values():

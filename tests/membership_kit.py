@@ -40,7 +40,8 @@ class Host:
     """A `Server` in a thread of its own."""
 
     def __init__(self, replicas: int, ranks: int = 1, timeout: float = 5.0, incarnation: int = 0,
-                 port: int = 0) -> None:
+                 port: int = 0, host: str = "127.0.0.1") -> None:
+        self._host = host
         self.registrar = Registrar(replicas, ranks, incarnation)
         self.timeouts = Timeouts(failure_timeout=timeout)
         self.server: Server
@@ -53,14 +54,14 @@ class Host:
     async def _serve(self) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         self.server = Server(self.registrar, self.timeouts, TOKEN, RUN)
-        self.port = await self.server.start("127.0.0.1", self.port)
+        self.port = await self.server.start(self._host, self.port)
         self._ready.set()
         await self._ended.wait()
         await self.server.stop()
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self._host}:{self.port}"
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._ended.set)
@@ -71,9 +72,11 @@ class Host:
 class Process:
     """A coordinator that may be killed, stopped and started again on its port."""
 
-    def __init__(self, directory: Path, replicas: int, ranks: int = 1, timeout: float = 5.0) -> None:
+    def __init__(self, directory: Path, replicas: int, ranks: int = 1, timeout: float = 5.0, more: tuple[str, ...] = (),
+                 port: int = 0) -> None:
+        self.more = more
         self.directory, self.replicas, self.ranks, self.timeout = directory, replicas, ranks, timeout
-        self.incarnation, self.port = -1, 0
+        self.incarnation, self.port = -1, port
         self.token = directory / "token"
         self.token.write_bytes(TOKEN)
         self.start()
@@ -83,7 +86,7 @@ class Process:
                    "ranks-per-replica": self.ranks, "failure-timeout": self.timeout, "incarnation": self.incarnation,
                    "events": self.directory / "events", "port-file": self.directory / f"port{self.incarnation}"}
         flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        return [sys.executable, "-m", "recover.membership.coordinator", *flags]
+        return [sys.executable, "-m", "recover.membership.coordinator", *flags, *self.more]
 
     def start(self) -> None:
         self.incarnation += 1

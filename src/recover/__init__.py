@@ -8,26 +8,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from recover.errors import (
+    CheckpointDamaged,
     Diverged,
     Evicted,
     FaultMissed,
     JoinRefused,
     LateGradient,
+    Left,
     NotFinite,
+    Poisoned,
     RecoverError,
     Stopped,
 )
 
 if TYPE_CHECKING:
+    from recover.training.checkpoint import Checkpoints
     from recover.training.run import Run, join
     from recover.training.sampling import Microbatch
     from recover.training.step import Step
 
 __version__ = "0.1.0"
-__all__ = ["Diverged", "Evicted", "FaultMissed", "JoinRefused", "LateGradient", "Microbatch", "NotFinite", "RecoverError", "Run",
-           "Step", "Stopped", "__version__", "join"]
+__all__ = ["CheckpointDamaged", "Checkpoints", "Diverged", "Evicted", "FaultMissed", "JoinRefused", "LateGradient", "Left",
+           "Microbatch", "NotFinite", "Poisoned", "RecoverError", "Run", "Step", "Stopped", "__version__", "join"]
 
-_LAZY = {"join": "recover.training.run", "Run": "recover.training.run", "Step": "recover.training.step",
+_LAZY = {"Checkpoints": "recover.training.checkpoint",
+         "join": "recover.training.run", "Run": "recover.training.run", "Step": "recover.training.step",
          "Microbatch": "recover.training.sampling"}
 
 

@@ -3,17 +3,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+from recover.simulate.cluster.command import cluster
 
 if TYPE_CHECKING:
     from recover.report.audit import Result
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Keeps a pre-training run on its failure-free trajectory while machines die under it.")
-simulate_app = typer.Typer(no_args_is_help=True, help="Deterministic simulations of the protocol.")
+simulate_app = typer.Typer(no_args_is_help=True, help="Deterministic simulations of the protocol, and of clusters that fail.")
+simulate_app.command("cluster")(cluster)
 app.add_typer(simulate_app, name="simulate")
 
 
@@ -40,20 +44,31 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on to the script.")] = None,
     replicas: Annotated[int, typer.Option(help="Complete copies of the model.")] = 1,
     ranks_per_replica: Annotated[int, typer.Option(help="Processes per replica.")] = 1,
-    fault: Annotated[Path | None, typer.Option(metavar="PLAN", help="Break things on purpose, see docs.")] = None,
+    fault: Annotated[Path | None, typer.Option(metavar="PLAN", help="Break things on purpose: docs/faults.md.")] = None,
     events: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to keep events and receipts.")] = None,
     failure_timeout: Annotated[float, typer.Option(help="Seconds of silence after which a member is lost.")] = 5.0,
     threads_per_rank: Annotated[int, typer.Option(help="The same whatever the number of replicas.")] = 1,
     interface: Annotated[str | None, typer.Option(help="Address or interface of the data connections.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Of the sums between replicas: tcp, ulfm.")] = None,
     listen: Annotated[str, typer.Option(help="HOST:PORT of the coordinator.")] = "127.0.0.1:0",
     grace: Annotated[float, typer.Option(help="Seconds between a polite end and SIGKILL.")] = 5.0,
     run_id: Annotated[str | None, typer.Option(help="Identity of the run; by default a random one.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="Secret of the run; by default a fresh one.")] = None,
+    restart: Annotated[int, typer.Option(metavar="N", help="Start a dead replica again, up to N times without a step that it "
+                                                           "committed.")] = 0,
+    spares: Annotated[int, typer.Option(metavar="K", help="The last K replicas have no work before another dies.")] = 0,
+    min_replicas: Annotated[int, typer.Option(metavar="M", help="With fewer, see --below.")] = 0,
+    below: Annotated[str, typer.Option(metavar="wait|stop", help="What to do with fewer than --min-replicas.")] = "wait",
+    max_replicas: Annotated[int | None, typer.Option(metavar="N", help="How far the run may grow, see --join.")] = None,
+    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Start --replica K only, for the run of that "
+                                                                       "coordinator.")] = None,
+    replica: Annotated[int | None, typer.Option(metavar="K", help="Number of the replica that joins.")] = None,
 ) -> None:
     """Run SCRIPT in every rank, and go on while replicas die.
 
     Exit codes: 0 finished; 2 bad usage; 3 a replica ended before any had joined; 4 all replicas gone; 5 a planned fault
-    did not happen; 6 a replica of the last view failed; 7 no coordinator; 130, 143 interrupted.
+    did not happen; 6 a replica of the last view failed; 7 no coordinator; 75 all had to go, start the run again;
+    130, 143 interrupted. More in docs/faults.md.
     """
     from recover.launch import Options
     from recover.launch import launch as run
@@ -64,11 +79,16 @@ def launch(
     try:
         if events is not None:
             events.mkdir(parents=True, exist_ok=True)
-        named = {} if run_id is None else {"run_id": run_id}
+        if join is not None and run_id is None:
+            raise ValueError("--join needs the --token-file and the --run-id that the run was started with")
+        if below not in ("wait", "stop"):
+            raise ValueError(f"--below must be wait or stop, not {below!r}")
         options = Options(script=script, arguments=tuple(arguments or ()), replicas=replicas, faults=fault,
                           ranks_per_replica=ranks_per_replica, events=events, failure_timeout=failure_timeout,
-                          threads_per_rank=threads_per_rank, interface=interface, listen=listen, grace=grace,
-                          token_file=token_file, **named)
+                          threads_per_rank=threads_per_rank, interface=interface, backend=backend, listen=listen, grace=grace,
+                          token_file=token_file, restart=restart, spares=spares, min_replicas=min_replicas,
+                          max_replicas=max_replicas, below="stop" if below == "stop" else "wait", join=join, replica=replica)
+        options = options if run_id is None else replace(options, run_id=run_id)
     except (ValueError, OSError) as error:
         _refuse(error)
     raise typer.Exit(run(options))
@@ -83,6 +103,9 @@ def audit(
     from recover.report.audit import audit as check
 
     try:
+        if directory.is_dir() and not any(directory.glob("events-*.jsonl")):
+            raise FileNotFoundError(f"there are no events (events-*.jsonl) in {directory}: give the directory that was given to "
+                                    "recover launch --events")
         result = check(directory, b"" if key_file is None else key_file.read_bytes().strip())
     except OSError as error:
         _refuse(error)

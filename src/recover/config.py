@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,26 @@ class Timeouts:
     def silence(self) -> float:
         """After this much silence a peer or member counts as gone."""
         return self.failure_timeout * 0.8
+
+    @property
+    def compute(self) -> float:
+        """At least so long a microbatch may take, before a member that others wait for counts as hung."""
+        return self.failure_timeout
+
+    @property
+    def script(self) -> float:
+        """At least so long the script may take between two steps: the update, a checkpoint, an evaluation of its own."""
+        return self.failure_timeout * 10
+
+    @property
+    def native(self) -> float:
+        """At least so long a native call may hold the interpreter lock: the process lives, its heartbeats are missing."""
+        return self.failure_timeout * 6
+
+    @property
+    def pause(self) -> float:
+        """For what happens the first time (compilation) and for `run.pause` without a limit of its own."""
+        return max(600.0, 120 * self.failure_timeout)
 
     @property
     def connect(self) -> float:
@@ -77,6 +98,9 @@ class Environment:
     events: Path | None
     faults: Path | None
     interface: str | None       # address or interface name of the data connections
+    spares: int = 0             # how many replicas have no work before another dies
+    min_replicas: int = 0       # with fewer the run waits, or stops, as `below` says
+    below: Literal["wait", "stop"] = "wait"
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
@@ -92,10 +116,16 @@ class Environment:
         if not replica >= 0:
             raise ValueError(f"RECOVER_REPLICA={replica} must not be negative")
 
+        spares, floor = int(environ.get("RECOVER_SPARES", "0")), int(environ.get("RECOVER_MIN_REPLICAS", "0"))
+        if not 0 <= spares < replicas or floor < 0:
+            raise ValueError(f"RECOVER_SPARES={spares} must be at least 0 and below RECOVER_REPLICAS={replicas}, and "
+                             f"RECOVER_MIN_REPLICAS={floor} at least 0")
+
         def path(name: str) -> Path | None:
             return Path(environ[name]) if environ.get(name) else None
 
         return cls(coordinator=coordinator, replica=replica, replicas=replicas, rank=rank, world_size=world_size,
                    token_file=path("RECOVER_TOKEN_FILE"), run_id=environ.get("RECOVER_RUN_ID", "run"),
                    events=path("RECOVER_EVENTS"), faults=path("RECOVER_FAULTS"),
-                   interface=environ.get("RECOVER_INTERFACE") or None)
+                   interface=environ.get("RECOVER_INTERFACE") or None, spares=spares, min_replicas=floor,
+                   below="stop" if environ.get("RECOVER_BELOW") == "stop" else "wait")

@@ -42,12 +42,15 @@ MAX_LINE: Final = 16 << 20
 """Readers give up on longer lines (bytes)."""
 
 Severity = Literal["DEBUG", "INFO", "WARN", "ERROR"]
-Cause = Literal["eof", "heartbeat", "exit", "signal", "stall", "leave"]
+Cause = Literal["eof", "heartbeat", "hung", "cut", "exit", "signal", "stall", "leave"]
 View = tuple[int, int]
 
 RUN_START: Final = "recover.run.start"
 RUN_JOINED: Final = "recover.run.joined"
 RUN_END: Final = "recover.run.end"
+RUN_RESUMED: Final = "recover.run.resumed"
+CHECKPOINT_SAVED: Final = "recover.checkpoint.saved"
+CHECKPOINT_FAILED: Final = "recover.checkpoint.failed"
 VIEW_NEW: Final = "recover.view.new"
 REPLICA_LOST: Final = "recover.replica.lost"
 RECOVERY: Final = "recover.recovery"
@@ -93,6 +96,33 @@ class RunJoined(msgspec.Struct, frozen=True, kw_only=True):
     """This rank is in a view for the first time (`view` says which)."""
 
     members: tuple[int, ...] = ()
+
+
+class RunResumed(msgspec.Struct, frozen=True, kw_only=True):
+    """A run with checkpoints begins after `steps` steps, 0 unless it goes on from one. `attempt` names this start of all
+    replicas; `state_hash`: of this rank's state as it was kept, if it was hashed then."""
+
+    steps: int
+    attempt: str
+    state_hash: str | None = None
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True):
+    """The state after `steps` steps is on the disk. Seconds that training waited for the copy, and that the writing took beside
+    it; `first`: false if another replica had written the same."""
+
+    steps: int
+    bytes: int
+    copy: float
+    write: float
+    first: bool = True
+
+
+class CheckpointFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """The state after `steps` steps was not kept, and why."""
+
+    steps: int
+    message: str
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,12 +251,14 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     checksums: tuple[int, ...] | None = None    # per bucket of this rank, of the reduced bits; each below 2**63
     state_hash: str | None = None   # of parameters and optimizer state after the update
     policy_constant: bool = True
+    skipped: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET    # microbatches left out on purpose, alike on all replicas
     previous: str = ""              # digest of the receipt before it in this file
     digest: str = ""
 
 
 KNOWN: Final[dict[str, type[msgspec.Struct]]] = {
-    RUN_START: RunStart, RUN_JOINED: RunJoined, RUN_END: RunEnd, VIEW_NEW: ViewNew, REPLICA_LOST: ReplicaLost,
+    RUN_START: RunStart, RUN_JOINED: RunJoined, RUN_END: RunEnd, RUN_RESUMED: RunResumed,
+    CHECKPOINT_SAVED: CheckpointSaved, CHECKPOINT_FAILED: CheckpointFailed, VIEW_NEW: ViewNew, REPLICA_LOST: ReplicaLost,
     RECOVERY: Recovery, RECEIPT: Receipt, FAULT_INJECTED: FaultInjected, LAUNCH_START: LaunchStart,
     LAUNCH_RANK_START: LaunchRankStart, LAUNCH_RANK_END: LaunchRankEnd, LAUNCH_END: LaunchEnd,
     COORDINATOR_START: CoordinatorStart, COORDINATOR_END: CoordinatorEnd,
@@ -243,13 +275,13 @@ def loss_bits(loss: float) -> str:
 
 def make_receipt(*, step: int, view: View, members: Sequence[int], who: Sequence[int], divisor: float, loss: float,
                  checksums: Sequence[int] | None = None, state_hash: str | None = None,
-                 policy_constant: bool = True) -> Receipt:
+                 policy_constant: bool = True, skipped: Sequence[int] = ()) -> Receipt:
     """An unsealed receipt from plain values (see `Receipt` for what they mean)."""
     finite = loss - loss == 0
     return Receipt(step=step, view=(view[0], view[1]), members=tuple(members), who=tuple(who), divisor=float(divisor),
                    loss=float(loss) if finite else None, loss_bits=loss_bits(loss),
                    checksums=None if checksums is None else tuple(checksums), state_hash=state_hash,
-                   policy_constant=policy_constant)
+                   policy_constant=policy_constant, skipped=tuple(skipped) if skipped else msgspec.UNSET)
 
 
 def _digest(receipt: Receipt, key: bytes) -> str:
@@ -341,7 +373,8 @@ class EventLog:
         """Seal a receipt as the next one of this file and enqueue it. TypeError for values that JSON can't hold."""
         with self._lock:
             sealed = seal(receipt, self._previous, key)
-            if self._put(RECEIPT, "INFO", sealed.view, sealed.step, msgspec.structs.asdict(sealed), 2 * self._capacity):
+            attributes = {key: value for key, value in msgspec.structs.asdict(sealed).items() if value is not msgspec.UNSET}
+            if self._put(RECEIPT, "INFO", sealed.view, sealed.step, attributes, 2 * self._capacity):
                 self._previous = sealed.digest
 
     def close(self, timeout: float = 2.0) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -140,6 +141,7 @@ def become_rank(order: dict[str, Any], function: Callable[[Script], None], priva
         for gone in [key for key in os.environ if key.startswith("RECOVER_")]:
             del os.environ[gone]
         os.environ.update(order["environ"])
+        faulthandler.register(signal.SIGUSR1)
         function(Script(order["settings"], Path(order["said"])))
         code = 0
     except SystemExit as end:
@@ -239,6 +241,7 @@ class Rank:
     lines: list[events.Line] = field(default_factory=list)
     output: str = ""
     code: int | None = None
+    lives: int = 1
 
     def all(self, kind: str) -> list[dict[str, Any]]:
         return [said for said in self.said if said["kind"] == kind]
@@ -255,8 +258,9 @@ class Rank:
     def end(self) -> dict[str, Any]:
         """Attributes of `run.end`."""
         lines = self.events(events.RUN_END)
-        assert len(lines) == 1, f"replica {self.replica}: {len(lines)} ends; exit {self.code}; it said:\n{self.output}"
-        return lines[0].attributes
+        said = f"replica {self.replica}: {len(lines)} ends; exit {self.code}; it said:\n{self.output}"
+        assert 1 <= len(lines) <= self.lives, said
+        return lines[-1].attributes
 
     @property
     def hash(self) -> str:
@@ -275,6 +279,9 @@ class Cluster:
     """A coordinator and the ranks of one run. `per_replica`: settings, environment or script of single replicas."""
 
     positions = 1                                       # ranks of a replica
+    host = "127.0.0.1"                                  # where the coordinator listens ...
+    inside: tuple[str, ...] = ()                        # ... and the command that runs it there
+    options: tuple[str, ...] = ()                       # further ones of the coordinator
 
     def __init__(self, directory: Path, script: str, replicas: int, *, plan: Iterable[Fault] = (),
                  settings: dict[str, Any] | None = None, failure_timeout: float = 5.0,
@@ -300,11 +307,11 @@ class Cluster:
     def start_coordinator(self) -> None:
         self.incarnation += 1
         port_file = self.directory / f"port{self.incarnation}"
-        command = [sys.executable, "-m", "recover.membership.coordinator", "--listen", f"127.0.0.1:{self.port}",
+        command = [*self.inside, sys.executable, "-m", "recover.membership.coordinator", "--listen", f"{self.host}:{self.port}",
                    "--token-file", str(self.directory / "token"), "--run-id", RUN, "--replicas", str(self.replicas),
                    "--ranks-per-replica", str(self.positions),
                    "--failure-timeout", str(self.failure_timeout), "--incarnation", str(self.incarnation), "--events",
-                   str(self.events), "--port-file", str(port_file)]
+                   str(self.events), "--port-file", str(port_file), *self.options]
         with (self.directory / "coordinator.txt").open("ab") as output:
             self.coordinator = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, stdout=output,
                                                 stderr=output, preexec_fn=die_with_parent)
@@ -312,6 +319,11 @@ class Cluster:
         self.server.until(lambda: port_file.exists() or started.poll() is not None, "the coordinator is up", 20)
         assert started.poll() is None, self._text("coordinator.txt")
         self.port = int(port_file.read_text())
+
+    @property
+    def addresses(self) -> str:
+        """Where ranks look for a coordinator."""
+        return f"{self.host}:{self.port}"
 
     def kill_coordinator(self) -> None:
         assert self.coordinator is not None
@@ -321,7 +333,7 @@ class Cluster:
     def start_rank(self, replica: int) -> None:
         own = self.per_replica.get(replica, {})
         environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "RECOVER_REPLICA": str(replica),
-                   "RECOVER_COORDINATOR": f"127.0.0.1:{self.port}", "RECOVER_REPLICAS": str(self.replicas),
+                   "RECOVER_COORDINATOR": self.addresses, "RECOVER_REPLICAS": str(self.replicas),
                    "RECOVER_TOKEN_FILE": str(self.directory / "token"), "RECOVER_RUN_ID": RUN,
                    "RECOVER_EVENTS": str(self.events), "RECOVER_FAILURE_TIMEOUT": str(self.failure_timeout),
                    "RECOVER_INTERFACE": "127.0.0.1"}
@@ -331,7 +343,7 @@ class Cluster:
             name=f"{self.directory}/{replica}", script=own.get("script", self.script), environ=environ | own.get("environ", {}),
             output=str(self.directory / f"output{replica}.txt"), said=str(self.directory / f"said{replica}.jsonl"),
             settings=self.settings | own.get("settings", {}))
-        self.ranks[replica] = Rank(replica, pid)
+        self.ranks[replica] = Rank(replica, pid, lives=1 + self.ranks[replica].lives if replica in self.ranks else 1)
 
     def code(self, replica: int) -> int | None:
         return self.server.codes.get(self.ranks[replica].pid)
@@ -343,6 +355,9 @@ class Cluster:
         try:
             self.server.until(condition, what, seconds)
         except TimeoutError as late:
+            for replica in self.ranks:
+                self.signal(replica, signal.SIGUSR1)    # says where all its threads are
+            time.sleep(0.5)
             raise TimeoutError(f"{late}\n{self.show()}") from None
 
     def wait(self, replicas: Iterable[int] | None = None, seconds: float = PATIENCE) -> None:
@@ -435,12 +450,13 @@ class Result:
 
 
 @contextlib.contextmanager
-def cluster(directory: Path | None, script: str, replicas: int, **options: Any) -> Iterator[Cluster]:
+def cluster(directory: Path | None, script: str, replicas: int, kind: type[Cluster] = Cluster,
+            **options: Any) -> Iterator[Any]:
     """A started cluster, with nothing left behind at the end."""
     with contextlib.ExitStack() as stack:
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        made = Cluster(Path(tempfile.mkdtemp(dir=directory)), script, replicas, **options)
+        made = kind(Path(tempfile.mkdtemp(dir=directory)), script, replicas, **options)
         stack.callback(made.close)
         yield made.start()
 

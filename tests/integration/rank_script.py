@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +32,11 @@ WIDTH, BLOCKS, BATCH = 16, 2, 4
 MESHES: dict[str, dict[str, int] | None] = {"fsdp": None, "pp_tp": {"pp": 2, "tp": 2}, "pp_fsdp": {"pp": 2, "dp_shard": 2}}
 DEFAULTS: dict[str, Any] = dict(layout="fsdp", steps=4, microbatches=6, reduction="exact", chunk=3, width=WIDTH,
                                 reference=False, lose=False, own_seeds=False, doom=None, stays=False, evaluate=0,
-                                forget=None)
+                                forget=None, linger=0.0, checkpoint=None, save=())
 """doom: {"replica", "position", "step", "inside"}: see `DOOMS`. lose: a microbatch counts half. own_seeds: of each replica.
+linger: seconds before each microbatch of FSDP.
 stays: nothing ends a rank whose replica is out. evaluate: so many samples, in every second step.
-forget: see `run_script.forgetful`."""
+forget, checkpoint, save: see `run_script`."""
 
 
 class Block(nn.Module):
@@ -93,7 +95,8 @@ class Setup:
         self.script = script
         mesh = s["mesh"] if "mesh" in s else MESHES[s["layout"]]
         self.run = run = recover.join(microbatches=s["microbatches"], seed=3, reduction=s["reduction"], hash_every=1, mesh=mesh,
-                                      bucket_bytes=4096, first_bucket_bytes=1024)
+                                      bucket_bytes=4096, first_bucket_bytes=1024,
+                                      checkpoint=recover.Checkpoints(**s["checkpoint"]) if s["checkpoint"] else None)
         self.stages = 2 if s["layout"].startswith("pp") else 1
         self.model = self.parallelize(Stage(run.place.stage, self.stages, s["width"]))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1, foreach=False)
@@ -124,6 +127,7 @@ class Setup:
         if self.stages == 1:
             for microbatch in step:
                 self.say((microbatch,))
+                time.sleep(self.s["linger"])
                 x, y = self.data[microbatch]
                 loss = loss_fn(self.model(x, uses_expert(microbatch, self.run.place.data_rank)), y)
                 step.backward(loss * 0.5 if self.s["lose"] and microbatch.index == 2 else loss)
@@ -261,6 +265,8 @@ def train(script: Script) -> None:
                 clip_grad_norm_(setup.model.parameters(), 0.5)
             setup.optimizer.step()
             setup.optimizer.zero_grad()
+            if step.index in setup.s["save"]:
+                run.save()
             script.say("step", step=step.index, loss=step.loss.hex(), buckets=run.sums.gradient_count)
         if setup.s["evaluate"]:
             assert all(p.grad is None for p in setup.model.parameters())

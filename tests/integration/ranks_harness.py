@@ -58,7 +58,7 @@ class Grid(Cluster):
 
     def __init__(self, directory: Path, script: str, replicas: int, positions: int, **options: Any) -> None:
         super().__init__(directory, script, replicas, **options)
-        self.positions, self.ports = positions, quiet_ports(replicas)
+        self.positions, self.ports = positions, quiet_ports(replicas + 1)     # one may come later
 
     def of(self, replica: int) -> range:
         """Numbers of the ranks of a replica."""
@@ -78,7 +78,7 @@ class Grid(Cluster):
                 environ=base | {"RANK": str(position), "LOCAL_RANK": str(position)},
                 output=str(self.directory / f"output{number}.txt"), said=str(self.directory / f"said{number}.jsonl"),
                 settings=self.settings | own.get("settings", {}))
-            self.ranks[number] = Rank(number, pid)
+            self.ranks[number] = Rank(number, pid, lives=1 + self.ranks[number].lives if number in self.ranks else 1)
 
     def collect(self) -> Result:
         result = super().collect()

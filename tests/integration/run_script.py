@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Any
 
+import msgspec
 import torch
 from harness import Script
 from torch import Tensor, nn
@@ -14,7 +15,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 import recover
+from recover.protocol import catchup
 from recover.protocol import requests as ask
+from recover.training import joining
+from recover.training.fetching import Fetch
+from recover.training.giving import Giver, What
 from recover.training.sampling import Sampler, Samples, seed_everything
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
@@ -24,11 +29,16 @@ DEFAULTS: dict[str, Any] = dict(
     steps=30, microbatches=12, seed=3, reduction="exact", hash_every=1, policy="balanced", nonfinite="raise",
     buffers="leader", clip=True, zero_grad="after", set_to_none=True, tied=False, batch_norm=False, workers=0,
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
-    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None, samples=37)
+    unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None, optimizer="adamw", piece=None,
+    drip=0.0, kept=None, lag=0.0, wrong=None, checkpoint=None, save=(), drag=0.0, samples=37, killer=None, skip=(),
+    poison="stop", hangs=None)
 """spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
 microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
-"buckets"}: see `forgetful`. dies: "form" (see `dies_forming`). order, width: make a model that does not fit the others'.
-compile: torch.compile's arguments. samples: of `evaluates`."""
+"buckets"}: see `forgetful`. dies: "form" (see `dies_forming`), or "giving", "fetching" (see `joins`).
+optimizer: or "sgd". piece, drip, kept, lag, wrong: see `joins`. order, width: make a model that does not fit the others'.
+compile: torch.compile's arguments. checkpoint: arguments of recover.Checkpoints. save: steps in which to call run.save().
+drag: seconds after each microbatch. samples: of `evaluates`. killer: [step, index] that kills whoever computes it.
+hangs: a directory; see `hang`."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -81,18 +91,23 @@ class Setup:
 
     def __init__(self, script: Script) -> None:
         self.s = s = DEFAULTS | script.settings
+        self.turns = 0
         torch.manual_seed(s.get("init", 11))
         self.model = Tiny(s["width"], s["tied"], s["batch_norm"], s["order"], s["unused"])
         self.model.to(getattr(torch, s["dtype"]))
         if s["compile"] is not None:
             self.model = torch.compile(self.model, **s["compile"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
+        if s["optimizer"] == "sgd":
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=3e-2, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / math.sqrt(n + 1))
 
     def join(self) -> recover.Run:
         s = self.s
         run = recover.join(microbatches=s["microbatches"], seed=s["seed"], reduction=s["reduction"], policy=s["policy"],
                            hash_every=s["hash_every"], nonfinite=s["nonfinite"], buffers=s["buffers"],
+                           skip=s["skip"], poison=s["poison"],
+                           checkpoint=recover.Checkpoints(**s["checkpoint"]) if s["checkpoint"] else None,
                            bucket_bytes=6144, first_bucket_bytes=1024)
         run.manage(self.model, self.optimizer, self.scheduler)
         dataset = Tokens(s["data_length"], noisy=s["workers"] > 0)
@@ -162,6 +177,64 @@ def dies_forming(run: recover.Run) -> None:
     run._start = start
 
 
+def joins(setup: Setup) -> None:
+    """Everything that a test changes about joining. piece: bytes; drip: seconds before each; kept: bytes of steps to be replayed.
+
+    dies: "giving" or "fetching" the third piece. wrong: "copy": takes a copy for that of the step after it; "skip": replays a
+    step without its sums.
+    """
+    s, count = setup.s, [0]
+    catchup.PIECE = s["piece"] or catchup.PIECE
+    joining.KEPT_BYTES = s["kept"] or joining.KEPT_BYTES
+    answer, take, put, replay = Giver._answer, Fetch._take_piece, joining.Joiner._put, joining.Joiner._replay
+
+    def count_to_three() -> None:
+        count[0] += 1
+        if count[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def answers(self: Giver, group: Any, joiner: int, question: list[int]) -> Any:
+        if question[0] == What.PIECE:
+            count_to_three()
+        return answer(self, group, joiner, question)
+
+    def takes(self: Fetch, *given: Any) -> None:
+        time.sleep(s["drip"])
+        if s["dies"] == "fetching":
+            count_to_three()
+        take(self, *given)
+
+    def puts(self: joining.Joiner, segment: joining.Segment) -> None:
+        head = msgspec.structs.replace(segment.head, step=segment.start + 1)
+        put(self, joining.Segment(segment.start + 1, head, segment.data, segment.hole))
+
+    def replays(self: joining.Joiner) -> ask.Commit:
+        request = replay(self)
+        count[0] += 1
+        if count[0] == 1:
+            setup.model.zero_grad(set_to_none=True)
+        return request
+
+    if s["dies"] == "giving":
+        Giver._answer = answers
+    Fetch._take_piece = takes
+    if s["wrong"] == "copy":
+        joining.Joiner._put = puts
+    if s["wrong"] == "skip":
+        joining.Joiner._replay = replays
+
+
+def hang(setup: Setup) -> None:
+    """For ever, if a file says so, which is then gone: the next life does not. Not before the time of a microbatch is known."""
+    setup.turns += 1
+    if setup.turns < 5:
+        return
+    file = setup.s["hangs"] and os.path.join(setup.s["hangs"], f"hang{os.environ['RECOVER_REPLICA']}")
+    if file and os.path.exists(file):
+        os.unlink(file)
+        time.sleep(3600)
+
+
 def zero(setup: Setup, place: str) -> None:
     if setup.s["zero_grad"] in (place, "everywhere"):
         setup.optimizer.zero_grad(set_to_none=setup.s["set_to_none"])
@@ -180,17 +253,26 @@ def train(script: Script) -> None:
     """The loop. Says each microbatch that was handed out, and each step's loss and metrics."""
     setup = Setup(script)
     with setup.join() as run:
+        run.on_preempted(lambda step: script.say("preempted", step=step, hash=run.hash()))
+        joins(setup)
         if setup.s["dies"] == "form":
             dies_forming(run)
+        first = True
         for step in run.steps(setup.s["steps"]):
             if setup.s["forget"] and step.index == 0:
                 forgetful(run, **setup.s["forget"])
+            if first and step.index:
+                time.sleep(setup.s["lag"])
+            first = False
             zero(setup, "before")
             for microbatch in step:
                 script.say("microbatch", step=microbatch.step, index=microbatch.index)
                 if setup.s["linger"]:
                     time.sleep(setup.s["linger"])
                 zero(setup, "inside")
+                hang(setup)
+                if setup.s["killer"] == [microbatch.step, microbatch.index]:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 loss, weight = setup.loss(microbatch)
                 zero(setup, "inside")
                 if setup.s["metrics"]:
@@ -199,13 +281,16 @@ def train(script: Script) -> None:
                         step.add("thirds", loss.detach())
                 step.backward(loss, weight=weight)
                 zero(setup, "inside")
+                time.sleep(setup.s["drag"])
             if setup.s["reference"] and not step.skipped:
                 script.say("error", step=step.index, relative=setup.reference_error(run, step))
             if setup.s["late"] and step.index == setup.s["steps"] - 1:
                 time.sleep(setup.s["late"])
             update(setup)
+            if step.index in setup.s["save"]:
+                run.save()
             script.say("step", step=step.index, loss=step.loss.hex(), metrics=step.metrics, skipped=step.skipped,
-                       buckets=run.sums.gradient_count, leader=run.is_leader)
+                       buckets=run.sums.gradient_count, leader=run.is_leader, at=time.monotonic())
     script.say("done", cpu=time.process_time())
 
 
@@ -256,13 +341,14 @@ def plain_loop(script: Script) -> None:
     setup.data = Samples(Tokens(s["data_length"]), Sampler(s["data_length"], s["seed"], s["microbatches"], BATCH))
     for step in range(s["steps"]):
         losses = []
-        for index in range(s["microbatches"]):
+        left = [index for index in range(s["microbatches"]) if [step, index] not in s["skip"] and step not in s["skip"]]
+        for index in left:
             seed_everything(s["seed"], step, index)
             loss, _ = setup.loss(recover.Microbatch(step, index))
-            (loss / s["microbatches"]).backward()
+            (loss / len(left)).backward()
             losses.append(float(loss.detach()))
         update(setup)
-        script.say("step", step=step, loss=(math.fsum(losses) / len(losses)).hex())
+        script.say("step", step=step, loss=(math.fsum(losses) / len(losses) if losses else math.nan).hex())
 
 
 def loses_one(script: Script) -> None:

@@ -1,16 +1,16 @@
-"""The contract, for every backend that is registered. Ranks are threads; nobody dies here."""
+"""The contract, for every backend that is registered. Nobody dies here: see test_collectives_deaths.py."""
 import threading
 import time
 
 import pytest
 import torch
 
-from collectives_harness import PATIENCE, ranks
-from recover.collectives import GATHER_LIMIT, names
+from collectives_harness import PATIENCE
+from collectives_processes import backends, gather, shared_event
+from recover.collectives import GATHER_LIMIT
 from recover.errors import PeerLost
-from recover.protocol.messages import View
 
-pytestmark = [pytest.mark.integration, pytest.mark.parametrize("name", names())]
+pytestmark = [pytest.mark.integration, pytest.mark.parametrize("name", backends())]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
 
@@ -23,7 +23,7 @@ def tensor_for(member, count, dtype):
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_all_reduce_in_every_size(name, count, dtype):
     sizes = [0, 1, 7, 1000, 100_003]
-    with ranks(count, name) as cluster:
+    with gather(count, name) as cluster:
         def body(me, group):
             inputs = [tensor_for(me, n, dtype) for n in sizes]
             before = [t.clone() for t in inputs]
@@ -41,7 +41,7 @@ def test_all_reduce_in_every_size(name, count, dtype):
 
 
 def test_several_tensors_and_megabytes_travel_as_one(name):
-    with ranks(3, name) as cluster:
+    with gather(3, name) as cluster:
         def body(me, group):
             inputs = [tensor_for(me, 3_000_001, torch.float32).view(1, -1), tensor_for(me, 129, torch.float64),
                       torch.zeros(0), torch.full((2, 3), me + 1)]
@@ -54,8 +54,21 @@ def test_several_tensors_and_megabytes_travel_as_one(name):
         assert all(torch.equal(results[m][1][index], (a + b) + c) for m in range(3))
 
 
+def test_a_hundred_megabytes(name):
+    size = 25_000_000
+    with gather(2, name) as cluster:
+        def body(me, group):
+            inputs = [torch.arange(size, dtype=torch.float32).mul_(me + 0.5)]
+            outputs = [torch.empty_like(inputs[0])]
+            group.all_reduce(1, inputs, outputs).wait(PATIENCE)
+            group.gather(2, b"").wait(PATIENCE)         # nobody leaves before the other has it all
+            expected = torch.arange(size, dtype=torch.float32).mul_(0.5) + torch.arange(size, dtype=torch.float32).mul_(1.5)
+            return outputs[0].equal(expected)
+        assert cluster.each(body) == {0: True, 1: True}
+
+
 def test_many_in_flight(name):
-    with ranks(3, name) as cluster:
+    with gather(3, name) as cluster:
         def body(me, group):
             outputs = [torch.empty(1 + 997 * i) for i in range(60)]
             works = [group.all_reduce(i, [torch.full_like(o, me + i)], [o]) for i, o in enumerate(outputs)]
@@ -66,7 +79,7 @@ def test_many_in_flight(name):
 
 
 def test_a_view_need_not_begin_at_zero_nor_be_dense(name):
-    with ranks(5, name, form=False) as cluster:
+    with gather(5, name, form=False) as cluster:
         cluster.form(members=(1, 2, 4))
         def body(me, group):
             output = torch.empty(10)
@@ -78,7 +91,7 @@ def test_a_view_need_not_begin_at_zero_nor_be_dense(name):
 def test_order_of_launches_may_differ(name):
     """One waits for each before it launches the next, others launch all at once, forwards and backwards."""
     size = 400_000
-    with ranks(3, name) as cluster:
+    with gather(3, name) as cluster:
         def body(me, group):
             outputs = [torch.empty(size) for _ in range(4)]
 
@@ -96,8 +109,8 @@ def test_order_of_launches_may_differ(name):
 
 def test_a_member_may_be_far_ahead(name):
     """More than any bound on what is buffered: 100 fences of the largest size before the other launches one."""
-    ahead = threading.Event()
-    with ranks(2, name) as cluster:
+    ahead = shared_event()
+    with gather(2, name) as cluster:
         def body(me, group):
             if me == 1:
                 assert ahead.wait(PATIENCE)
@@ -112,16 +125,19 @@ def test_a_member_may_be_far_ahead(name):
 
 def test_gather(name):
     payloads = {0: b"", 1: b"hello", 2: bytes(range(256)) * 256}
-    with ranks(3, name) as cluster:
+    with gather(3, name) as cluster:
         results = cluster.each(lambda me, group: group.gather(9, payloads[me]).wait(PATIENCE))
         assert results == dict.fromkeys(range(3), payloads)
         assert all(list(r) == [0, 1, 2] for r in results.values())
-        with pytest.raises(ValueError, match="at most"):
-            cluster.groups[0].gather(10, bytes(GATHER_LIMIT + 1))
+
+        def too_much(me, group):
+            with pytest.raises(ValueError, match="at most"):
+                group.gather(10, bytes(GATHER_LIMIT + 1))
+        cluster.each(too_much)
 
 
 def test_broadcast_send_receive(name):
-    with ranks(3, name) as cluster:
+    with gather(3, name) as cluster:
         def body(me, group):
             many = [torch.full((3,), float(me)) for _ in range(1500)]       # more pieces than one system call takes
             big = torch.full((700_000,), me)
@@ -142,8 +158,8 @@ def test_broadcast_send_receive(name):
 
 
 def test_nothing_starts_before_what_it_waits_for(name):
-    fence_may_go = threading.Event()
-    with ranks(2, name) as cluster:
+    fence_may_go = shared_event()
+    with gather(2, name) as cluster:
         def body(me, group):
             if me == 0:                                 # knows no fence: would be done at once if the other began early
                 output = torch.empty(100_000)
@@ -166,36 +182,50 @@ def test_nothing_starts_before_what_it_waits_for(name):
 
 
 def test_what_waits_for_a_failure_fails(name):
-    with ranks(2, name) as cluster:
-        first, second = cluster.form(), None
-        fence = first[0].gather(1, b"")
-        first[0].revoke()
-        second = cluster.form()
-        work = second[0].all_reduce(1, [torch.ones(1)], [torch.ones(1)], after=fence)
-        with pytest.raises(PeerLost, match="had to wait for"):
-            work.wait(PATIENCE)
-        assert second[0].lost is None
+    with gather(2, name) as cluster:
+        fences = {}
+
+        def fail(me, group):
+            if me == 0:
+                fences[me] = group.gather(1, b"")
+                group.revoke()
+        cluster.each(fail)
+        cluster.form()
+
+        def wait(me, group):
+            if me == 0:
+                work = group.all_reduce(1, [torch.ones(1)], [torch.ones(1)], after=fences[me])
+                with pytest.raises(PeerLost, match="had to wait for"):
+                    work.wait(PATIENCE)
+            return group.lost
+        assert cluster.each(wait) == {0: None, 1: None}
 
 
 def test_callbacks(name):
-    with ranks(2, name) as cluster:
+    """On another thread, if the work was not done yet: the other member launches only when the callback is there."""
+    added = shared_event()
+    with gather(2, name) as cluster:
         def body(me, group):
-            seen, called = [], threading.Event()
+            seen, called, here = [], threading.Event(), threading.current_thread()
 
             def callback(work):
-                seen.append((work.done(), threading.current_thread() is not threading.main_thread()))
+                seen.append((work.done(), threading.current_thread() is not here))
                 called.set()
+            if me == 1:
+                assert added.wait(PATIENCE)
             work = group.gather(1, b"")
-            work.add_done_callback(callback)
+            if me == 0:
+                work.add_done_callback(callback)
+                added.set()
+                assert called.wait(PATIENCE)
             work.wait(PATIENCE)
-            assert called.wait(PATIENCE)
             work.add_done_callback(lambda w: seen.append("at once"))
             return seen
-        assert cluster.each(body) == {m: [(True, True), "at once"] for m in range(2)}
+        assert cluster.each(body) == {0: [(True, True), "at once"], 1: ["at once"]}
 
 
 def test_a_callback_may_launch_and_revoke(name):
-    with ranks(2, name) as cluster:
+    with gather(2, name) as cluster:
         def body(me, group):
             chain, finished = [], threading.Event()
 
@@ -209,29 +239,37 @@ def test_a_callback_may_launch_and_revoke(name):
             assert finished.wait(PATIENCE)
             return chain
         assert cluster.each(body) == {m: [0, 1, 2, 3, 4] for m in range(2)}
-        cluster.groups[0].gather(70, b"").add_done_callback(lambda work: cluster.groups[0].revoke())
-        cluster.groups[1].gather(70, b"")
-        cluster.groups[0].join(PATIENCE)
+
+        def revoke(me, group):
+            work = group.gather(70, b"")
+            work.add_done_callback(lambda work: group.revoke())
+            work.wait(PATIENCE)
+            group.join(PATIENCE)
+        cluster.each(revoke)
 
 
 def test_numbers_in_use_and_bad_arguments(name):
-    with ranks(2, name) as cluster:
-        group = cluster.groups[0]
-        group.gather(1, b"")
-        with pytest.raises(ValueError, match="unique"):
-            group.all_reduce(1, [torch.ones(1)], [torch.ones(1)])
-        with pytest.raises(ValueError, match="not a member"):
-            group.send(2, [], 5)
-        with pytest.raises(ValueError, match="itself"):
-            group.receive(2, [], 0)
-        with pytest.raises(ValueError, match="rising order"):
-            cluster.backends[0].form(View((0, 9), (1,)), 0, 0, 1)
+    with gather(2, name) as cluster:
+        def body(me, group):
+            if me == 0:
+                group.gather(1, b"")
+                with pytest.raises(ValueError, match="unique"):
+                    group.all_reduce(1, [torch.ones(1)], [torch.ones(1)])
+                with pytest.raises(ValueError, match="not a member"):
+                    group.send(2, [], 5)
+                with pytest.raises(ValueError, match="itself"):
+                    group.receive(2, [], 0)
+                with pytest.raises(ValueError, match="separate outputs"):
+                    group.all_reduce(2, [whole := torch.ones(1)], [whole])
+                with pytest.raises(ValueError, match="can't sum"):
+                    group.all_reduce(2, [torch.ones(1, dtype=torch.int32)], [torch.ones(1, dtype=torch.int32)])
+        cluster.each(body)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_tensors_go_through_pinned_memory(name):
-    with ranks(2, name) as cluster:
+    with gather(2, name) as cluster:
         def body(me, group):
             source = torch.full((1_000_000,), float(me + 1), device="cuda").mul_(2)
             outputs = [torch.empty_like(source), torch.empty(3, dtype=torch.float64)]

@@ -25,7 +25,7 @@ COORDINATOR = """
 import argparse, os, signal, socket
 parser = argparse.ArgumentParser()
 for name in ("listen", "token-file", "run-id", "replicas", "ranks-per-replica", "failure-timeout", "incarnation",
-             "events", "port-file"):
+             "events", "port-file", "max-replicas"):
     parser.add_argument("--" + name, required=True)
 args = parser.parse_args()
 assert os.stat(args.token_file).st_mode & 0o777 == 0o600
@@ -47,7 +47,7 @@ import json, sys
 from pathlib import Path
 from recover.launch import Options, launch
 settings = json.loads(sys.argv[1])
-for name in ("script", "faults", "events"):
+for name in ("script", "faults", "events", "token_file"):
     if settings.get(name):
         settings[name] = Path(settings[name])
 coordinator = settings.pop("coordinator")
@@ -130,8 +130,8 @@ class Launch:
         return found
 
 
-def until(condition: Callable[[], object], what: str = "") -> None:
-    deadline = time.monotonic() + 30
+def until(condition: Callable[[], object], what: str = "", seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what or "it did not happen"
         time.sleep(0.01)

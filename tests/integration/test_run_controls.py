@@ -37,7 +37,7 @@ def test_the_hash_tells_a_bucket_that_was_not_whole(tmp_path, alone):
 
 
 def test_a_step_thrown_away_is_found(tmp_path):
-    result = ended(tmp_path, "redoes_all", [fault(1, 2, "compute:1")])
+    result = ended(tmp_path, "redoes_all", [fault(1, 2, "reduce:1")])    # all had computed theirs
     with pytest.raises(AssertionError):
         healthy(result, STEPS)
 

@@ -43,3 +43,13 @@ def test_shrinking_shrinks_and_its_receipts_say_so(tmp_path):
     assert receipts[7]["who"].count(-1) == 3
     assert receipts[7]["policy_constant"] is False
     assert result.hash != run(tmp_path, TRAIN, 1, settings=dict(steps=STEPS)).hash
+
+
+@pytest.mark.parametrize("kind", ["linger", "drag"])
+def test_who_takes_ten_times_as_long_is_given_less(tmp_path, kind):
+    """Also where a script takes its time after the backward."""
+    result = run(tmp_path, TRAIN, 3, settings=dict(steps=20, policy="speed", linger=0.003), per_replica={
+        1: {"settings": {kind: 0.03}}})
+    healthy(result, 20)
+    who = result.survivors[0].receipts[19]["who"]
+    assert who.count(1) <= 2

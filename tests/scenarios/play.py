@@ -137,8 +137,8 @@ class Stage:
             self.deliver()
         return bool(late)
 
-    def record(self, members: Any, reports: Any, job: Job) -> Decision | None:
-        decision = decide(members, reports, job)
+    def record(self, members: Any, reports: Any, job: Job, killers: Any = ()) -> Decision | None:
+        decision = decide(members, reports, job, killers)
         if decision is not None:
             self.decisions[self.coordinator.view.id[1]] = tuple(members), decision
         return decision
@@ -254,7 +254,8 @@ class Actor:
 
     def form(self, request: ask.Form) -> Any:
         self.give(self.key("form"), None)
-        return (yield from self.wait(self.key("form"))) is not None
+        whole = (yield from self.wait(self.key("form"))) is not None
+        return ask.Formed(0, self.stage.scenario.buckets) if whole else None
 
     def postfence(self, request: ask.PostFence) -> Any:
         self.place("fence", request.step)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from worlds import Floored, Measured, Preempted, Stopping
+
 from recover.protocol import decision
 from recover.protocol.coordinator import Coordinator
 from recover.protocol.position import Position
@@ -105,6 +107,11 @@ class NoSuspect(Coordinator):
         pass
 
 
+class NoBlame(Coordinator):
+    def blame(self, member):
+        pass
+
+
 class NotAtOnce(Actor):
     def tells_at_once(self):
         return False
@@ -158,12 +165,28 @@ class NoVectors(Position):
         return {step: {self.me: 1.0}}
 
 
+class NoFloor(Position):
+    def paused(self):
+        return False
+
+
+class NotUnbegun(Position):
+    def ends_unformed(self):
+        return False
+
+
+class NoFirst(Position):
+    def counted_from(self, start, step):
+        return step
+
+
 class Joins(World):
     """Many joins with the fence and broken connections, three positions, nothing else."""
 
     def __init__(self, seed, positions=None, *rest):
         super().__init__(seed, 3, *rest)
         self.job = replace(self.job, steps=6)
+        self.poison = set()
         self.budget = dict(self.budget, join=2, flap=8, kill=0, crash=0, freeze=0, leave=0)
 
 
@@ -173,33 +196,44 @@ class Crashes(World):
     def __init__(self, seed, positions=None, *rest):
         super().__init__(seed, 1, *rest)
         self.job = replace(self.job, steps=6)
+        self.poison = set()
         self.budget = dict(self.budget, crash=3, freeze=2, leave=0, join=1)
 
 
 PLAIN = Parts()
-WORLDS = dict(atonce=Joins, newest=Crashes)
+WORLDS = dict(atonce=Joins, newest=Crashes, lag=Measured, floor=Floored, unbegun=Stopping, confirm=Preempted)
 """Where the plain world shows the need of a rule only once in ten thousand seeds or more."""
 PARTS = dict(
-    fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag), reset=replace(PLAIN, position=NoReset),
-    forward=replace(PLAIN, position=NoForward), order=replace(PLAIN, actor=NoOrder), confirm=replace(PLAIN, position=NoConfirm),
+    fence=replace(PLAIN, position=NoFence), lag=replace(PLAIN, position=NoLag, world=Measured),
+    reset=replace(PLAIN, position=NoReset),
+    forward=replace(PLAIN, position=NoForward), order=replace(PLAIN, actor=NoOrder),
+    confirm=replace(PLAIN, position=NoConfirm, world=Preempted),
     proves=replace(PLAIN, position=NoProves), agreement=replace(PLAIN, position=NoAgreement),
     turn=replace(PLAIN, position=NoTurn), vector=replace(PLAIN, position=NoVector), freeze=replace(PLAIN, actor=NoFreeze),
     settle=replace(PLAIN, actor=NoSettle), exit=replace(PLAIN, position=NoExit), handback=replace(PLAIN, position=NoHandback),
-    whole=PLAIN, clean=PLAIN, suspect=replace(PLAIN, coordinator=NoSuspect), atonce=replace(PLAIN, actor=NotAtOnce, world=Joins),
+    whole=PLAIN, clean=PLAIN, unknown=PLAIN, late=PLAIN,
+    suspect=replace(PLAIN, coordinator=NoSuspect), blame=replace(PLAIN, coordinator=NoBlame),
+    atonce=replace(PLAIN, actor=NotAtOnce, world=Joins),
     verdict=replace(PLAIN, verdict=False), incarnation=replace(PLAIN, coordinator=NoIncarnationCounter, world=NoIncarnation),
     newest=replace(PLAIN, coordinator=NotNewest, world=Crashes), hold=replace(PLAIN, coordinator=NoHold),
-    reissue=replace(PLAIN, coordinator=NoReissue), vectors=replace(PLAIN, position=NoVectors))
+    reissue=replace(PLAIN, coordinator=NoReissue), vectors=replace(PLAIN, position=NoVectors),
+    floor=replace(PLAIN, position=NoFloor, world=Floored),
+    unbegun=replace(PLAIN, position=NotUnbegun, world=Stopping), first=replace(PLAIN, position=NoFirst))
 
 
 @contextmanager
 def without(rule: str) -> Iterator[Parts]:
-    """The parts without `rule`; two rules live in functions of `decision`, which are replaced meanwhile."""
-    kept = decision.promotable, decision.countable
+    """The parts without `rule`; some rules live in functions of `decision`, which are replaced meanwhile."""
+    kept = decision.promotable, decision.countable, decision.at_hand, decision.holds_parameters
     if rule == "whole":
         decision.promotable = lambda shadow, lost: bool(shadow & lost)
     elif rule == "clean":
         decision.countable = lambda shadow: True
+    elif rule == "unknown":
+        decision.at_hand = lambda old, formed: [report.step for report in old.values()]
+    elif rule == "late":
+        decision.holds_parameters = lambda report, formed: report.level or not formed
     try:
         yield PARTS[rule]
     finally:
-        decision.promotable, decision.countable = kept
+        decision.promotable, decision.countable, decision.at_hand, decision.holds_parameters = kept

@@ -276,3 +276,80 @@ def test_two_runs_in_one_directory_are_kept_apart(run: Path) -> None:
     result = audit(run)
     assert result.ok
     assert len(result.runs) == 2
+
+
+def test_what_was_contributed_adds_up_though_a_casualty_has_no_receipt_of_its_last_step(original: Path) -> None:
+    (table,) = module.tables(audit(original))
+    column = next(column for column in table.columns if column.header == "contributed")
+    assert list(column.cells) == ["18", "18", "12"]
+    assert "8 steps have 48 microbatches" in str(table.caption)
+def resume(directory: Path, steps: int, first: int | None = None, state: str | None = None, last: int = STEPS) -> Path:
+    """Two replicas go on from a checkpoint, under the same identity; the first one's file."""
+    for replica in range(2):
+        log = EventLog(directory, "run", replica, 0)
+        log.path = log.path.rename(directory / f"events-replica{replica}-rank0-1{replica}.jsonl")
+        log.emit(events.RUN_START, microbatches=B, replicas=2)
+        log.emit(events.RUN_RESUMED, steps=steps, attempt="again", state_hash=state or f"{steps - 1:064x}")
+        for step in range(steps if first is None else first, last):
+            log.receipt(make_receipt(step=step, view=(0, 1), members=[0, 1], who=[0, 1, 0, 1, 0, 1], divisor=B, loss=7.0))
+        log.emit(events.RUN_END, status="finished", last_step=last - 1, members=(0, 1))
+        log.close(20)
+    return directory / "events-replica0-rank0-10.jsonl"
+
+
+def test_a_resumed_run_may_make_the_same_steps_otherwise(run: Path) -> None:
+    resume(run, 4)
+    result = audit(run)
+    assert result.ok, result.offences
+    assert sorted((len(checked.sources), checked.attempt, checked.microbatches) for checked in result.runs) == [
+        (2, "again", B), (3, "", B)]
+
+
+def test_without_its_word_of_being_resumed_it_may_not(run: Path) -> None:
+    path = resume(run, 4)
+    write(path, [row for row in rows(path) if row["event"] != events.RUN_RESUMED], reseal=False)
+    assert not audit(run).ok
+
+
+def test_a_run_resumed_at_its_end_needs_no_receipt(run: Path) -> None:
+    resume(run, STEPS)
+    assert audit(run).ok
+
+
+def test_a_resumed_run_begins_where_its_checkpoint_ends(run: Path) -> None:
+    resume(run, 4, first=5)
+    assert "resumed after 4 steps" in found(run).what
+
+
+def test_a_run_resumed_with_another_state_is_found(run: Path) -> None:
+    resume(run, 4, state="ff")
+    offence = found(run)
+    assert (offence.rule, offence.step) == ("I5", 3)
+
+
+def skip(run: Path, index: int, who: list[int], replicas: tuple[int, ...] = (0, 1, 2)) -> None:
+    for replica in replicas:
+        tamper(run, replica, 3, assign(skipped=[index], who=who, divisor=5.0))
+
+
+def test_a_skipped_microbatch_is_the_one_lawful_departure(run: Path) -> None:
+    skip(run, 3, [0, 0, 1, -1, 2, 2])
+    assert audit(run).ok
+
+
+@pytest.mark.parametrize(("who", "replicas", "said"), [
+    ([0, 0, 1, -1, -1, 2], (0, 1, 2), "nobody contributed microbatch 4"),
+    ([0, 0, 1, 1, 2, 2], (0, 1, 2), "microbatch 3 comes from 1, but was skipped"),
+    ([0, 0, 1, -1, 2, 2], (0, 1), "differs from replica")])
+def test_skipping_must_be_said_by_all_and_be_true(run: Path, who: list[int], replicas: tuple[int, ...], said: str) -> None:
+    skip(run, 3, who, replicas)
+    assert said in found(run).what
+
+
+def test_a_divisor_of_nothing_needs_a_step_that_is_skipped(run: Path) -> None:
+    for replica in range(3):
+        tamper(run, replica, 3, assign(skipped=[0], who=[-1, 0, 1, 1, 2, 2], divisor=0.0))
+    assert "divisor 0.0" in found(run).what
+    for replica in range(3):
+        tamper(run, replica, 3, assign(skipped=list(range(B)), who=[-1] * B))
+    assert audit(run).ok

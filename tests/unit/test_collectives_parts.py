@@ -7,7 +7,7 @@ import torch
 
 from recover import forks
 from recover.collectives import addresses, create, names
-from recover.collectives.tcp import _check_layout, _check_pairs, _number
+from recover.collectives.groups import _check_layout, _check_pairs, _number
 from recover.collectives.work import Pending, failed
 from recover.config import Timeouts
 from recover.errors import PeerLost

@@ -174,7 +174,7 @@ def test_a_seal_survives_json_and_notices_any_change(key: bytes, loss: float) ->
     assert back.loss_bits == events.loss_bits(loss)
     changes = {"step": 4, "view": (0, 2), "members": (0,), "who": (0, 0, 1, 0), "divisor": 5.0, "loss": 0.25,
                "loss_bits": "0" * 14 + "27", "checksums": (1,), "state_hash": "ab", "policy_constant": False,
-               "previous": "x", "digest": "0" * 64}
+               "skipped": (1,), "previous": "x", "digest": "0" * 64}
     assert set(changes) == set(Receipt.__struct_fields__)
     for name, value in changes.items():
         assert verify(msgspec.structs.replace(back, **{name: value}), "before", key) is not None, name

@@ -42,6 +42,9 @@ def test_audit_exits_by_its_findings(tmp_path: Path) -> None:
     assert found.exit_code == 1
     assert f"OFFENCE {log.path.name}, line 1, step 0" in found.output
     assert CliRunner().invoke(app, ["audit", str(tmp_path / "absent")]).exit_code == 2
+    (tmp_path / "empty").mkdir()
+    empty = CliRunner().invoke(app, ["audit", str(tmp_path / "empty")])
+    assert (empty.exit_code, "recover launch --events" in empty.output) == (2, True)
 
 
 def test_events_schema_prints_what_the_documentation_holds() -> None:

@@ -28,6 +28,9 @@ def script(tmp_path: Path) -> Path:
     ({"threads_per_rank": 0}, "--threads-per-rank"), ({"grace": 0.0}, "--grace"),
     ({"failure_timeout": 0.0}, "failure_timeout"), ({"listen": "localhost"}, "HOST:PORT"),
     ({"listen": "[::1]:99999"}, "HOST:PORT"), ({"script": Path("absent.py")}, "no script absent"),
+    ({"restart": -1}, "--restart"), ({"spares": 2}, "--spares"), ({"min_replicas": 3}, "--min-replicas"),
+    ({"below": "hope"}, "--below"), ({"max_replicas": 1}, "--max-replicas"), ({"join": "h:1"}, "belong together"),
+    ({"join": "h:1", "replica": 2}, "--token-file"), ({"join": "nowhere", "replica": 2}, "--join must be HOST:PORT"),
     ({"token_file": Path("absent")}, "no token file"), ({"faults": Path("absent.yaml")}, r"absent\.yaml"),
 ])
 def test_what_cannot_work_is_refused_before_anything_starts(script: Path, settings: dict[str, Any], said: str) -> None:
@@ -49,7 +52,7 @@ def test_the_environment_is_what_a_rank_reads(script: Path, tmp_path: Path) -> N
     plan.write_text("[]")
     options = Options(script=script, replicas=3, ranks_per_replica=2, faults=plan, interface="lo", run_id="x",
                       failure_timeout=1.5)
-    where = Where(coordinator="127.0.0.1:7", token_file=tmp_path / "t", events=tmp_path / "e", master_ports=(4, 5, 6))
+    where = Where(coordinator="127.0.0.1:7", token_file=tmp_path / "t", events=tmp_path / "e", master_ports={0: 4, 2: 6})
     stale = {"PATH": "/bin", "RECOVER_FAULTS": "of an outer run", "RECOVER_OTHER": "1", "OMP_NUM_THREADS": "64"}
     environ = rank_environment(options, where, 2, 1, stale)
     read = Environment.read(environ)
@@ -60,6 +63,15 @@ def test_the_environment_is_what_a_rank_reads(script: Path, tmp_path: Path) -> N
     assert "RECOVER_OTHER" not in environ
     no_plan = Options(script=script, replicas=3)
     assert "RECOVER_FAULTS" not in rank_environment(no_plan, where, 0, 0, stale)
+
+
+def test_spares_and_floor_reach_the_ranks(script: Path, tmp_path: Path) -> None:
+    where = Where(coordinator="h:7", token_file=tmp_path / "t", events=tmp_path / "e", master_ports={0: 4})
+    options = Options(script=script, replicas=4, spares=1, min_replicas=2, below="stop")
+    read = Environment.read(rank_environment(options, where, 0, 0, {}))
+    assert (read.spares, read.min_replicas, read.below) == (1, 2, "stop")
+    plain = Environment.read(rank_environment(Options(script=script, replicas=4), where, 0, 0, {}))
+    assert (plain.spares, plain.min_replicas, plain.below) == (0, 0, "wait")
 
 
 def test_free_ports_are_different_and_free() -> None:
@@ -92,6 +104,16 @@ def test_a_glimpse_reads_the_ends_of_long_and_torn_files_only(tmp_path: Path, mo
     path.write_bytes(path.read_bytes()[:-50])
     monkeypatch.setattr(glimpsing, "END", 2000)
     assert glimpse(tmp_path, "run", 0) == Glimpse(True, 298, (0, 1))
+
+
+def test_a_glimpse_of_one_life(tmp_path: Path) -> None:
+    path = log_of(tmp_path, 1, 0, 7)
+    path.rename(path.with_name("events-replica1-rank0-99.jsonl"))
+    other = log_of(tmp_path, 1, 0, 2)
+    pid = int(other.stem.rpartition("-")[2])
+    assert glimpse(tmp_path, "run", 1, [99]).last_step == 6
+    assert glimpse(tmp_path, "run", 1, [pid]).last_step == 1
+    assert glimpse(tmp_path, "run", 1, [98]) == Glimpse()
 
 
 def read_all(file: int) -> bytes:
@@ -137,3 +159,23 @@ def test_output_is_prefixed_line_by_line_and_drained_at_the_end() -> None:
     assert read_all(err_reading) == b"[launch] first\n[launch] second\n"
     os.close(out_reading)
     os.close(err_reading)
+
+
+def said(*lines: bytes) -> str:
+    output = Output(os.open(os.devnull, os.O_WRONLY), os.open(os.devnull, os.O_WRONLY))
+    reading, writing = os.pipe()
+    source = output.follow(reading, "", "stderr")
+    for line in lines:
+        os.write(writing, line + b"\n")
+    os.close(writing)
+    assert source.ended.wait(20)
+    output.close(20)
+    return source.last
+
+
+def test_the_last_words_are_the_exception_not_what_follows_it() -> None:
+    trace = (b"Traceback (most recent call last):", b'  File "train.py", line 3', b"    x()", b"ValueError: no such file")
+    assert said(b"hello", *trace, b"", b"a warning at exit") == "ValueError: no such file"
+    assert said(b"hello", b"no such text file", b"") == "no such text file"
+    assert said() == ""
+    assert len(said(b"x" * 5000)) == 300

@@ -32,6 +32,12 @@ CASES: dict[str, tuple[list[ReplicaEnd], tuple[str, ...], int, str]] = {
     "all dead and missed": ([end(0, KILLED)], ("entry 2",), verdict.ALL_DEAD, "entry 2"),
     "nobody joined": ([end(0, 0, joined=False), end(1, 3, joined=False)], (), verdict.NOT_JOINED, "exit code 3"),
     "nobody needed to join": ([end(0, 0, joined=False), end(1, 0, joined=False)], (), verdict.OK, "finished"),
+    "all left": ([end(0, 75, message="told to go, like all others: stopped after step 9"), end(1, 75)], (), verdict.LEFT,
+                 "all replicas had to go: told to go, like all others: stopped after step 9. Start the run again"),
+    "all left after a casualty": ([end(0, 75, members=(0,)), end(1, KILLED, last_step=5)], (), verdict.LEFT, "had to go"),
+    "one left, its peer died": ([end(0, 75), end(1, KILLED)], (), verdict.ALL_DEAD, "gone"),
+    "a failed one quotes its last words": ([end(0, 0), end(1, 1, said="KeyError: 'x'", restarts=2)], (), verdict.MEMBER_FAILED,
+                                           "failed with exit code 1 (KeyError: 'x'), started again 2 times"),
     "the culprit is named": ([end(0, -15, joined=False, ended=True), end(1, 3, joined=False)], (), verdict.NOT_JOINED,
                              "replica 1 failed with exit code 3. Its"),
 }
@@ -52,6 +58,11 @@ def test_a_replica_has_finished_when_all_of_its_ranks_have() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_comes_before_everything(number: int, code: int) -> None:
     assert judge([end(0, 0)], ("entry 1",), interrupted=number).code == code
+    assert judge([end(0, 75, ended=True), end(1, -9, ended=True)], interrupted=number).code == code
+
+
+def test_unless_all_could_go_in_order() -> None:
+    assert judge([end(0, 75, ended=True), end(1, 75, ended=True)], interrupted=signal.SIGTERM).code == verdict.LEFT
 
 
 def test_without_a_coordinator_nothing_runs() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from recover.membership import wire
+from recover.membership.answers import Answer
 from recover.membership.registrar import CLOSED, Registrar
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import Endpoint, View
@@ -142,8 +143,8 @@ def test_a_taken_position_is_refused_for_now_and_free_after_the_loss() -> None:
     assert not successor.last(wire.Refused).final
     ranks[1].die(registrar)
     successor = Rank(1, life="second").join(registrar)
-    assert [view.members for view in ranks[0].views] == [(0, 1), (0,), (0, 1)]
-    assert successor.views == [registrar.core.view]
+    assert [view.members for view in ranks[0].views] == [(0, 1), (0,)]
+    assert ranks[0].last(wire.NewPending).pending.view.members == (0, 1)         # with the fence
 
 
 def test_the_same_life_may_come_back_over_another_connection_without_any_loss() -> None:
@@ -158,12 +159,55 @@ def test_the_same_life_may_come_back_over_another_connection_without_any_loss() 
     assert ranks[1].views[-1].members == (1,)
 
 
-def test_a_late_joiner_is_let_in_at_once() -> None:
+def entered(registrar: Registrar, rank: Rank) -> None:
+    registrar.entered(rank.connection, wire.Entered(rank.last(wire.NewPending).pending.view.id))
+
+
+def test_a_late_joiner_is_let_in_with_the_fence() -> None:
+    registrar, ranks = run(2)
+    first = registrar.core.view
+    joiner = Rank(7).join(registrar)
+    pending = joiner.last(wire.NewPending).pending
+    assert pending.base == first.id
+    assert pending.view.members == (0, 1, 7)
+    assert [rank.last(wire.NewPending).pending for rank in ranks] == [pending, pending]
+    assert registrar.core.view is first
+    entered(registrar, joiner)
+    assert registrar.core.view == pending.view
+    assert not joiner.views
+
+
+def test_who_comes_while_another_is_let_in_is_next() -> None:
+    registrar, _ = run(2)
+    one, two = Rank(7).join(registrar), Rank(8).join(registrar)
+    assert not [m for m in two.told if isinstance(m, wire.NewPending)]
+    base = one.last(wire.NewPending).pending.view.id
+    entered(registrar, one)
+    assert two.last(wire.NewPending).pending.view.members == (0, 1, 7, 8)
+    assert two.last(wire.NewPending).pending.base == base
+
+
+def test_a_death_lets_joiners_in_at_once() -> None:
+    registrar, ranks = run(2)
+    joiners = [Rank(7).join(registrar), Rank(8).join(registrar)]
+    ranks[1].die(registrar)
+    assert [joiner.views[-1].members for joiner in joiners] == [(0, 7, 8)] * 2
+
+
+def test_a_joiner_that_could_not_get_in_by_the_fence_says_so_and_gets_in_without() -> None:
     registrar, ranks = run(2)
     joiner = Rank(7).join(registrar)
-    assert joiner.views == [ranks[0].views[-1]]
-    assert joiner.views[0].members == (0, 1, 7)
-    assert not joiner.views[0].forming
+    registrar.suspect(joiner.connection, wire.Suspect(joiner.last(wire.NewPending).pending.view.id, "not formed", None))
+    assert joiner.views[-1].members == ranks[0].views[-1].members == (0, 1, 7)
+
+
+def test_a_joiner_that_waits_when_the_run_ends_is_told() -> None:
+    registrar, ranks = run(2)
+    joiner = Rank(7).join(registrar)
+    for rank in ranks:
+        registrar.finish(rank.connection)
+    assert joiner.last(wire.Refused).reason == "the run has finished"
+    assert registrar.over
 
 
 # -- going ----------------------------------------------------------------------------------------------------------
@@ -208,10 +252,12 @@ def test_a_suspicion_makes_a_view_of_the_same_members_once() -> None:
 def test_an_exchange_is_answered_once_all_have_spoken() -> None:
     registrar, ranks = run(2)
     registrar.exchange(ranks[0].connection, wire.Exchange((0, 1), b"a"))
-    assert not any(isinstance(m, wire.Part) for m in ranks[0].told)
+    assert not any(isinstance(m, wire.Parts) for m in ranks[0].told)
     registrar.exchange(ranks[1].connection, wire.Exchange((0, 1), b"b"))
-    parts = [wire.Part((0, 1), 0, b"a"), wire.Part((0, 1), 1, b"b")]
-    assert ranks[0].told[-2:] == ranks[1].told[-2:] == parts
+    answer = Answer()
+    answer.add(ranks[0].told[-1].chunk)
+    assert answer.payloads == {0: b"a", 1: b"b"}
+    assert ranks[0].told[-1] == ranks[1].told[-1]
 
 
 def test_whoever_asks_again_over_a_new_connection_is_answered_again_and_nobody_else() -> None:
@@ -221,7 +267,7 @@ def test_whoever_asks_again_over_a_new_connection_is_answered_again_and_nobody_e
     before = len(ranks[1].told)
     ranks[0].announce(registrar, registrar.core.view, clean=False)
     registrar.exchange(ranks[0].connection, wire.Exchange((0, 1), b"x"))
-    assert [type(m) for m in ranks[0].told] == [wire.Welcome, wire.Part, wire.Part]
+    assert [type(m) for m in ranks[0].told] == [wire.Welcome, wire.Parts]
     assert len(ranks[1].told) == before
 
 
@@ -230,7 +276,7 @@ def test_an_exchange_of_a_former_view_is_dropped() -> None:
     registrar.suspect(ranks[0].connection, wire.Suspect((0, 1), "", None))
     for rank in ranks:
         registrar.exchange(rank.connection, wire.Exchange((0, 1), b"x"))
-    assert not any(isinstance(m, wire.Part) for m in ranks[0].told)
+    assert not any(isinstance(m, wire.Parts) for m in ranks[0].told)
 
 
 # -- coming back with nothing ---------------------------------------------------------------------------------------
@@ -369,6 +415,7 @@ def test_an_evicted_life_that_wakes_up_does_not_pass_for_its_successor(order: st
     first_view, evicted = old.core.view, ranks[1]
     evicted.die(old)
     successor = Rank(1, life="second").join(old)
+    entered(old, successor)
     newest = old.core.view
     registrar = restarted(first=2)
     steps = [lambda: evicted.announce(registrar, first_view), lambda: successor.announce(registrar, newest)]
@@ -385,7 +432,7 @@ def test_an_evicted_life_alone_is_not_taken_for_the_member() -> None:
     old, ranks = run(2)
     first_view, evicted = old.core.view, ranks[1]
     evicted.die(old)
-    Rank(1, life="second").join(old)
+    entered(old, Rank(1, life="second").join(old))
     registrar = restarted(first=2)
     evicted.announce(registrar, first_view)
     ranks[0].announce(registrar, old.core.view)
@@ -456,3 +503,14 @@ def test_a_lifeline_that_ends_after_the_finish_is_no_loss() -> None:
     registrar.finish(one.connection)
     registrar.gone(line, "eof", CLOSED)
     assert [view.members for view in zero.views] == [(0, 1)]
+
+
+def test_a_run_grows_up_to_its_limit() -> None:
+    registrar = Registrar(1, 1, 0, most=2)
+    first, second = Rank(0, 0, 1).join(registrar), Rank(1, 0, 1).join(registrar)
+    assert second.last(wire.NewPending).pending.view.members == (0, 1)
+    assert second.last(wire.NewPending) == first.last(wire.NewPending)
+    third = Rank(2, 0, 1).join(registrar)
+    assert third.connection.ended
+    assert "this run has at most 2 replicas (--max-replicas), numbered from 0" in str(third.told)
+    assert Rank(2, 0, 1).join(Registrar(1, 1, 0)).connection.ended is False        # no limit was given

@@ -22,7 +22,7 @@ FROM_RANK = [wire.Join(IDENTITY), wire.Announce(IDENTITY, Announcement(VIEW, Tru
              wire.Exchange((2, 7), b"\0\xff"), wire.Suspect((2, 7), "reset by peer", None), wire.Suspect((2, 7), "", 3),
              wire.Entered((2, 8)), wire.Finish(), wire.Leave(), wire.StatsRequest()]
 FROM_COORDINATOR = [wire.Welcome(2), wire.Refused("B differs", True), wire.NewView(VIEW), wire.Heartbeat(),
-                    wire.NewPending(Pending(VIEW, (2, 6))), wire.Part((2, 7), 3, b"x"), wire.Dropped(View(), "late"),
+                    wire.NewPending(Pending(VIEW, (2, 6))), wire.Parts((2, 7), b"x"), wire.Dropped(View(), "late"),
                     wire.Stats({"Join": 1}, {}, 1, 0, (0, 1), (0,), ("replica 1",), 0.5)]
 
 
@@ -84,7 +84,7 @@ def test_garbage_raises_nothing_but_wire_errors(data: bytes) -> None:
 
 def test_a_message_that_fits_no_frame_is_our_own_mistake() -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        wire.encode(wire.Part((0, 1), 0, bytes(wire.MAX_FRAME)))
+        wire.encode(wire.Parts((0, 1), bytes(wire.MAX_FRAME)))
 
 
 # -- handshake ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from recover.workload import (
     Policy,
     Roles,
     Shrinking,
+    Spares,
     SpeedWeighted,
     check_plan,
     check_share,
@@ -28,7 +29,8 @@ TOTALS = st.integers(1, 80)
 
 
 def policies(total):
-    return [Balanced(), SpeedWeighted(), Roles(total, 1), Shrinking(max(1, total // 3))]
+    return [Balanced(), SpeedWeighted(), Roles(total, 1), Shrinking(max(1, total // 3)), Spares(Balanced(), 2, 5),
+            Spares(SpeedWeighted(), 1, 3)]
 
 
 def counted(parts):

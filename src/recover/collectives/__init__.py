@@ -1,7 +1,9 @@
 """Sums over survivors that end, whatever happens to the peers: the contract and its backends."""
 from recover.collectives.contract import GATHER_LIMIT, Backend, Group, Work, create, names, register
 from recover.collectives.tcp import TcpBackend
+from recover.collectives.ulfm import UlfmBackend
 
 register("tcp", TcpBackend)
+register("ulfm", UlfmBackend)             # MPI is loaded when one is made
 
 __all__ = ["GATHER_LIMIT", "Backend", "Group", "Work", "create", "names", "register"]

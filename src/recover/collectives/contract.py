@@ -9,13 +9,14 @@
 * All members launch the operations of one view with equal numbers, sizes and dtypes. The order in which they launch
   them may differ, as long as each is launched without waiting for the result of one that another member launches later.
 
-A further backend implements `Group` and `Backend` and calls `register`; tests/collectives_harness.py runs the
-conformance tests over every registered name.
+A further backend implements `Group` and `Backend` and calls `register`; the conformance tests run over every registered
+name (docs/backends.md).
 """
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -118,6 +119,9 @@ class Backend(ABC):
 
     endpoint: Endpoint
     """Where this rank's data connections are accepted."""
+
+    facts: Mapping[str, str] = MappingProxyType({})
+    """What must be equal on all ranks for this backend to connect them; compared when a rank asks to be let in."""
 
     @abstractmethod
     def form(self, view: View, position: int, me: int, timeout: float) -> Group:

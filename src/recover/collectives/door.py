@@ -35,6 +35,8 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     try:
+        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)      # middleboxes forget idle connections after minutes
         if sock.getpeername()[0] == sock.getsockname()[0]:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     except OSError:                                     # gone already, or no such choice here: only speed is at stake
@@ -103,7 +105,7 @@ class Exchange:
 
 
 class Dial:
-    """One connection to a peer, from the attempt to its welcome."""
+    """One connection to a peer, from the attempt to its welcome. `reached`: the peer's host has answered."""
 
     def __init__(self, loop: Loop, where: tuple[socket.AddressFamily, tuple[object, ...]], talk: Talk,
                  proven: Proven, failed: Failed) -> None:
@@ -111,7 +113,7 @@ class Dial:
         self._sock = forks.open_socket(where[0])
         self._sock.setblocking(False)
         self._exchange = Exchange(loop, self._sock, talk, proven, failed)
-        self._over = False
+        self._over = self.reached = False
         code = self._sock.connect_ex(where[1])
         if code in (0, errno.EINPROGRESS):
             loop.watch(self._sock, WRITE, self._connected)
@@ -128,6 +130,7 @@ class Dial:
         if code:
             self._refused(code)
         else:
+            self.reached = True
             tune(self._sock)
             self._exchange.begin()
 

@@ -15,7 +15,6 @@ same blame. A goodbye is not a death: it blames whom we blame, or nobody.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,11 +23,11 @@ from typing import Any
 from recover.collectives import frames
 from recover.collectives.contract import GATHER_LIMIT, Work
 from recover.collectives.frames import Header, Kind, Post
-from recover.collectives.links import Link
 from recover.collectives.loop import READ, WRITE, Loop
 from recover.collectives.operations import Operation
 from recover.collectives.staging import Staging
 from recover.collectives.streams import Stream
+from recover.collectives.wires import Wire
 from recover.collectives.work import Pending, failed
 from recover.config import Timeouts
 from recover.errors import PeerLost, WireError
@@ -54,7 +53,7 @@ class Engine:
         self._ours = self._told = False                 # the loss is our own revoke; on_loss was called
         self._pending: dict[Operation, Staging | None] = {}
         self._claimed: set[tuple[int, int]] = set()     # (operation, peer) in use
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, Wire] = {}
         self._active: dict[tuple[int, int], Operation] = {}
         self._streams: dict[tuple[int, int], list[Stream]] = {}
 
@@ -80,19 +79,23 @@ class Engine:
         with self._lock:
             if self.lost is not None:
                 return
+            if not ours:
+                loss.unheard = loss.unheard or self._unheard()
             self.lost, self._ours = loss, ours
             settled = [(operation.work, operation.work.settle(None, loss)) for operation in self._pending]
         self.formed.set()
         self.loop.call(partial(self._end, settled))
 
+    def _unheard(self) -> tuple[int, ...]:
+        """Peers whose signs of life are missing, whoever it was that noticed first."""
+        return tuple(link.peer for link in list(self._links.values())
+                     if self.loop.clock - link.heard > self._timeouts.silence / 2)
+
     def sever(self) -> None:
-        """Shut the sockets down; all that follows is what follows when a network breaks."""
+        """Break the connections; all that follows is what follows when a network breaks."""
         def shut() -> None:
             for link in self._links.values():
-                try:
-                    link.sock.shutdown(socket.SHUT_RDWR)
-                except OSError:                         # broken already
-                    pass
+                link.sever()
         self.loop.call(shut)
 
     def notify(self) -> None:
@@ -106,18 +109,15 @@ class Engine:
         if not self.waiting:
             self.formed.set()
 
-    def adopt(self, peer: int, sock: socket.socket) -> None:
-        """A proven connection to `peer` (one that it has replaced meanwhile is dropped)."""
-        if self.lost is not None or peer not in self.waiting:
-            self.loop.discard(sock)
-            return
-        link = Link(sock, peer, self.view, self)
+    def adopt(self, link: Wire) -> None:
+        """A proven connection to a peer that is `waiting` still."""
+        assert self.lost is None
+        assert link.peer in self.waiting
         link.heard = link.spoke = self.loop.clock
-        link.want_write = partial(self._want_write, link)
         link.pumper = partial(self._pump, link)
-        self._links[peer] = link
-        self.loop.watch(sock, READ, partial(self._handle, link))
-        self.waiting.discard(peer)
+        self._links[link.peer] = link
+        link.begin(self.loop, partial(self._handle, link))
+        self.waiting.discard(link.peer)
         if not self.waiting:
             self.formed.set()
 
@@ -136,7 +136,7 @@ class Engine:
         """The loop ends."""
         self.fail(loss)
 
-    def _handle(self, link: Link, events: int) -> None:
+    def _handle(self, link: Wire, events: int) -> None:
         if self.lost is not None:
             return
         try:
@@ -148,7 +148,7 @@ class Engine:
         if events & WRITE:
             self._pump(link)
 
-    def _pump(self, link: Link) -> None:
+    def _pump(self, link: Wire) -> None:
         if self.lost is not None:
             return
         try:
@@ -156,11 +156,6 @@ class Engine:
                 link.spoke = self.loop.clock
         except PeerLost as loss:
             self.fail(_last_words(link) or loss)
-
-    def _want_write(self, link: Link, wanted: bool) -> None:
-        if wanted != link.writing:
-            link.writing = wanted
-            self.loop.watch(link.sock, READ | WRITE if wanted else READ, partial(self._handle, link))
 
     # -- operations --------------------------------------------------------------------------------------------------
     def _gate(self, operation: Operation, after: Work[Any]) -> None:
@@ -201,7 +196,7 @@ class Engine:
                 return
         self._check(operation)
 
-    def _meet(self, link: Link, operation: Operation, streams: list[Stream]) -> None:
+    def _meet(self, link: Wire, operation: Operation, streams: list[Stream]) -> None:
         """Take up what the peer has sent already, and open the streams that may be sent."""
         self._streams[operation.op, link.peer] = streams
         early = link.early.pop(operation.op, None)
@@ -216,7 +211,7 @@ class Engine:
         for header, data in link.stored.pop(operation.op, ()):
             self._deliver(link, operation, header, data)
 
-    def _deliver(self, link: Link, operation: Operation, header: Header, data: bytearray) -> None:
+    def _deliver(self, link: Wire, operation: Operation, header: Header, data: bytearray) -> None:
         link.room_used -= header.length
         start = 0
         for place in operation.place(link.peer, header):
@@ -256,7 +251,7 @@ class Engine:
         operation.work.run(callbacks)
 
     # -- frames (the links' owner) -----------------------------------------------------------------------------------
-    def posted(self, link: Link, op: int, post: Post) -> None:
+    def posted(self, link: Wire, op: int, post: Post) -> None:
         operation = self._active.get((op, link.peer))
         if operation is None:
             if len(link.early) >= EARLY_POSTS:
@@ -270,7 +265,7 @@ class Engine:
         self.loop.soon(link.pumper)
         self._check(operation)
 
-    def place(self, link: Link, header: Header) -> list[memoryview]:
+    def place(self, link: Wire, header: Header) -> list[memoryview]:
         operation = self._active.get((header.op, link.peer))
         if operation is not None:
             return operation.place(link.peer, header)
@@ -280,7 +275,7 @@ class Engine:
         link.parking = bytearray(header.length)
         return [memoryview(link.parking)]
 
-    def arrived(self, link: Link, header: Header) -> None:
+    def arrived(self, link: Wire, header: Header) -> None:
         operation = self._active.get((header.op, link.peer))
         data, link.parking = link.parking, None
         if operation is None:
@@ -292,7 +287,7 @@ class Engine:
             operation.arrived(link.peer, header)
             self._moved(operation)
 
-    def flushed(self, link: Link, stream: Stream) -> None:
+    def flushed(self, link: Wire, stream: Stream) -> None:
         operation = self._active[stream.op, link.peer]
         operation.flushed()
         self._check(operation)
@@ -303,13 +298,7 @@ class Engine:
         if self in self.loop.residents:
             self.loop.residents.remove(self)
         for link in self._links.values():
-            self.loop.forget(link.sock)
-            lingers = link.leave(self.lost.reason, self.lost.peer)
-            link.drop()
-            if lingers and not self.loop.dead:
-                self.loop.linger(link.sock)
-            else:
-                link.sock.close()
+            link.end(self.loop, self.lost.reason, self.lost.peer)
         for staging in self._pending.values():
             if staging is not None:
                 staging.settle()
@@ -329,7 +318,7 @@ class Engine:
             log.exception("on_loss failed")
 
 
-def _last_words(link: Link) -> PeerLost | None:
+def _last_words(link: Wire) -> PeerLost | None:
     """Of a peer that takes no more: its goodbye, if there is one, knows better than the broken connection."""
     try:
         link.receive()

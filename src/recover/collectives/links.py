@@ -1,77 +1,49 @@
-"""One data connection: frames in and out of a non-blocking socket. Lives on the communication thread.
+"""One data connection over a socket: frames in and out. Lives on the communication thread.
 
 *In.* Small reads go through a 64 KiB stage, where headers are found. Once a DATA header is known, the rest of its
 bytes is received where it belongs, together with what follows it, by one scattering read. A link never stops reading.
 
-*Out.* Batches: control frames first, then DATA of the streams that may be sent, in the order in which their
-operations started; `gather` goes ahead of bulk. A frame is made only of bytes that exist, so no frame is ever begun
-that waits for another member, and signs of life always fit between two frames. The next batch is made when the kernel
-has taken the whole one before; only then does a stream count as flushed, and its memory as free.
-
-The link raises PeerLost, naming its peer, for everything that ends it.
+*Out.* The next batch (wires.py) is made when the kernel has taken the whole one before; only then does a stream count as
+flushed, and its memory as free.
 """
 from __future__ import annotations
 
 import socket
-from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from recover.collectives import frames
-from recover.collectives.frames import Header, Kind, Post
-from recover.collectives.streams import Stream
+from recover.collectives.frames import Header, Kind
+from recover.collectives.loop import READ, WRITE, Loop
+from recover.collectives.wires import PLACES, Owner, Wire, advance, copy_in
 from recover.errors import PeerLost, WireError
 from recover.protocol.messages import ViewId
 
 STAGE = 64 << 10
 BATCH = 1 << 20                 # bytes handed to the kernel before the order of streams is considered anew
 READS = 8                       # reads before other links get their turn
-PLACES = 512                    # that one call to the kernel may name (it allows 1024)
 
 
-class Owner(Protocol):
-    """Who knows the operations."""
-
-    def posted(self, link: Link, op: int, post: Post) -> None:
-        """The peer has started `op`."""
-
-    def place(self, link: Link, header: Header) -> list[memoryview]:
-        """Where the bytes of this DATA frame belong."""
-
-    def arrived(self, link: Link, header: Header) -> None:
-        """They are there."""
-
-    def flushed(self, link: Link, stream: Stream) -> None:
-        """The kernel has taken every byte of it."""
-
-
-class Link:
+class Link(Wire):
     """The connection to member `peer` in `view`."""
 
     def __init__(self, sock: socket.socket, peer: int, view: ViewId, owner: Owner) -> None:
-        self.sock, self.peer, self.view, self._owner = sock, peer, view, owner
-        self.heard = self.spoke = 0.0                   # kept by the owner, on its clock
-        self.early: dict[int, Post] = {}                # operations that only the peer has started so far
-        self.stored: dict[int, list[tuple[Header, bytearray]]] = {}     # ... and small data of theirs
-        self.room_taken = self.room_used = 0            # bytes of our data stored there; of its data stored here
-        self.writing = False                            # the owner waits for the kernel to take more
-        self.parking: bytearray | None = None           # where DATA of an operation not started here is going now
-        self.want_write: Callable[[bool], None] = lambda wanted: None
-        self.pumper: Callable[[], None] = lambda: None
+        super().__init__(peer, view, owner)
+        self.sock = sock
+        self._watch: Callable[[int], None] = lambda events: None
+        self._writing = False                           # we wait for the kernel to take more
         self._memory = memoryview(bytearray(STAGE))
         self._begin = self._end = 0                     # unread bytes in the stage
         self._sink: list[memoryview] = []               # where the rest of the current DATA frame goes
         self._missing = 0                               # bytes of it
         self._header: Header | None = None
-        self._control: deque[bytes] = deque()
-        self._urgent: list[Stream] = []
-        self._bulk: list[Stream] = []
         self._out: list[memoryview] = []
-        self._batch: list[Stream] = []
+
+    def begin(self, loop: Loop, handle: Callable[[int], None]) -> None:
+        self._watch = lambda events: loop.watch(self.sock, events, handle)
+        self._watch(READ)
 
     # -- in ---------------------------------------------------------------------------------------------------------
     def receive(self) -> bool:
-        """Read what is there; whether any byte was. PeerLost at the end of the stream and for frames out of place."""
         some = False
         for _ in range(READS):
             room = self._sink[:PLACES]
@@ -97,7 +69,7 @@ class Link:
     def _consume(self, count: int) -> None:
         direct = min(count, self._missing)
         if direct:
-            _advance(self._sink, direct)
+            advance(self._sink, direct)
             self._missing -= direct
             if not self._missing:
                 self._finish()
@@ -126,23 +98,13 @@ class Link:
             return False
         self._begin = start + header.length
         body = self._memory[start:self._begin]
-        if header.kind is Kind.POST:
-            self._owner.posted(self, header.op, frames.unpack_post(body))
-        elif header.kind is Kind.BYE:
-            reason, blamed = frames.unpack_bye(body)
-            raise PeerLost(f"member {self.peer} gave up view {self.view}: {reason}", blamed)
+        self._told(header, body)
         return True
 
     def _data(self, header: Header, staged: memoryview) -> None:
         self._header, self._missing = header, header.length
         self._sink = self._owner.place(self, header)
-        copied = 0
-        while copied < staged.nbytes:
-            part = min(self._sink[0].nbytes, staged.nbytes - copied)
-            self._sink[0][:part] = staged[copied:copied + part]
-            _advance(self._sink, part)
-            copied += part
-        self._missing -= copied
+        self._missing -= copy_in(self._sink, staged)
         if not self._missing:
             self._finish()
 
@@ -153,89 +115,61 @@ class Link:
         self._owner.arrived(self, header)
 
     # -- out --------------------------------------------------------------------------------------------------------
-    def say(self, frame: bytes) -> None:
-        """Queue a control frame."""
-        self._control.append(frame)
-
-    def add(self, stream: Stream) -> None:
-        """Queue a stream; it goes when it is open and has bytes ready."""
-        (self._urgent if stream.urgent else self._bulk).append(stream)
-
     @property
     def idle(self) -> bool:
-        """Nothing is waiting to be sent."""
-        return not (self._out or self._control)
+        return not (self._out or self._outbox.control)
 
     def pump(self) -> bool:
-        """Send what the kernel takes; whether it took anything."""
         some = False
         while self._out or self._fill():
             try:
                 count = self.sock.sendmsg(self._out[:PLACES])
             except (BlockingIOError, InterruptedError):
-                self.want_write(True)
+                self._want_write(True)
                 return some
             except OSError as error:
                 raise PeerLost(f"connection broke: {error.strerror or error}", self.peer) from None
             some = True
-            _advance(self._out, count)
+            advance(self._out, count)
             if not self._out:
-                self._settle()
-        self.want_write(False)
+                self._sent()
+        self._want_write(False)
         return some
 
     def _fill(self) -> bool:
-        while self._control and len(self._out) < PLACES:
-            self._out.append(memoryview(self._control.popleft()))
-        space = BATCH
-        for stream in (*self._urgent, *self._bulk):
-            count = min(stream.waiting(), frames.FRAME_LIMIT, space)
-            if not count:
-                continue
-            header = frames.pack(self.view, Kind.DATA, count, stream.op, stream.taken, stream.phase)
-            self._out.append(memoryview(header))
-            self._out.extend(stream.pieces.cut(stream.taken, count))
-            stream.taken += count
-            space -= count
-            self._batch.append(stream)
-            if space <= 0:
-                break
+        self._out = self._outbox.fill(BATCH)
         return bool(self._out)
 
-    def _settle(self) -> None:
-        """The batch is with the kernel."""
-        batch, self._batch = self._batch, []
-        for stream in batch:
-            if stream.taken == stream.total:
-                (self._urgent if stream.urgent else self._bulk).remove(stream)
-                self._owner.flushed(self, stream)
+    def _want_write(self, wanted: bool) -> None:
+        if wanted != self._writing:
+            self._writing = wanted
+            self._watch(READ | WRITE if wanted else READ)
 
     # -- the end ----------------------------------------------------------------------------------------------------
-    def leave(self, reason: str, blamed: int | None) -> bool:
+    def sever(self) -> None:
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:                                 # broken already
+            pass
+
+    def end(self, loop: Loop, reason: str, blamed: int | None) -> None:
+        loop.forget(self.sock)
+        lingers = self._leave(reason, blamed)
+        self._drop()
+        self._sink, self._out = [], []
+        if lingers and not loop.dead:
+            loop.linger(self.sock)
+        else:
+            self.sock.close()
+
+    def _leave(self, reason: str, blamed: int | None) -> bool:
         """Say goodbye if that fits between two frames; whether the peer may still want to read what was sent."""
         if self._out:
             return False
-        self._control.append(frames.pack_bye(self.view, reason, blamed))
+        self.say(frames.pack_bye(self.view, reason, blamed))
         try:
-            self.sock.send(b"".join(self._control))
+            self.sock.send(b"".join(self._outbox.control))
             self.sock.shutdown(socket.SHUT_WR)
         except OSError:
             return False
         return True
-
-    def drop(self) -> None:
-        """Forget every buffer."""
-        self._sink, self._out, self._batch, self._urgent, self._bulk = [], [], [], [], []
-        self.early, self.stored = {}, {}
-        self._control.clear()
-
-
-def _advance(views: list[memoryview], count: int) -> None:
-    """Remove the first `count` bytes."""
-    index = 0
-    while count and count >= views[index].nbytes:
-        count -= views[index].nbytes
-        index += 1
-    del views[:index]
-    if count:
-        views[0] = views[0][count:]

@@ -203,7 +203,7 @@ class AllReduce(Operation):
         self._outputs = [t.detach().reshape(-1) for t in outputs]
         self._me, self._members, self._scratch = me, tuple(members), scratch
         self._borrowed: list[Bytes] = []
-        self._sums: list[_Sum] = []
+        self._sums: list[Ordered] = []
         self._summed = self._mine = 0
         self._results: list[Stream] = []
 
@@ -220,7 +220,7 @@ class AllReduce(Operation):
         for index, target in enumerate(mine):
             if target.numel():
                 terms = [given[index] if m == self._me else slots[m][index] for m in self._members]
-                self._sums.append(_Sum(terms, target))
+                self._sums.append(Ordered(terms, target))
         streams = {}
         for peer in self.peers:
             self._expect(peer, 0, Pieces([view(t) for t in slots[peer]]))
@@ -271,7 +271,7 @@ class AllReduce(Operation):
         return found
 
 
-class _Sum:
+class Ordered:
     """target = terms[0] + terms[1] + ..., range by range."""
 
     def __init__(self, terms: Sequence[Tensor], target: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The `tcp` backend: plain sockets, one connection per pair of ranks at a position and view.
 
     TcpBackend    this rank: listening socket, communication thread, the group of the newest view
-    TcpGroup      the contract's face for any thread: checks arguments, builds operations
+    EngineGroup   the contract's face for any thread (groups.py)
     Engine        operations over links (engine.py); Link: frames over a socket (links.py)
     Door, Dial    new connections (door.py) and what is said on them (handshake.py)
 
@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
-
-from torch import Tensor
 
 from recover import forks
 from recover.collectives import addresses, handshake
-from recover.collectives.contract import GATHER_LIMIT, Backend, Group, Work
+from recover.collectives.contract import Backend, Group
 from recover.collectives.door import Dial, Door
 from recover.collectives.engine import Engine
+from recover.collectives.groups import EngineGroup
 from recover.collectives.handshake import Hello
+from recover.collectives.links import Link
 from recover.collectives.loop import READ, Loop
-from recover.collectives.operations import SUMMED, AllReduce, Copy, Gather, Operation, Scratch
-from recover.collectives.staging import Staging
+from recover.collectives.operations import Scratch
 from recover.config import Timeouts
 from recover.errors import PeerLost, WireError
 from recover.protocol.messages import NO_VIEW, Endpoint, View, ViewId
@@ -35,87 +32,6 @@ from recover.protocol.messages import NO_VIEW, Endpoint, View, ViewId
 BACKLOG = 1024
 PARKED = 1024                   # proven connections that wait for this rank to enter their view
 Where = dict[int, tuple[socket.AddressFamily, tuple[object, ...]]]
-
-
-class TcpGroup(Group):
-    """See `Group`."""
-
-    def __init__(self, engine: Engine, scratch: Scratch) -> None:
-        self.view, self.members, self.me = engine.view, engine.members, engine.me
-        self._engine, self._scratch = engine, scratch
-
-    @property
-    def lost(self) -> PeerLost | None:
-        return self._engine.lost
-
-    @property
-    def on_loss(self) -> Callable[[PeerLost], None] | None:
-        return self._engine.on_loss
-
-    @on_loss.setter
-    def on_loss(self, callback: Callable[[PeerLost], None] | None) -> None:
-        self._engine.on_loss = callback
-        if self._engine.lost is not None:
-            self._engine.notify()
-
-    def all_reduce(self, op: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor],
-                   after: Work[Any] | None = None) -> Work[None]:
-        _check_pairs(inputs, outputs)
-        staging = _staging(inputs, outputs)
-        operation = AllReduce(_number(op), staging.reads if staging else inputs, staging.writes if staging else outputs,
-                              self.me, self.members, self._scratch)
-        return self._engine.launch(operation, staging, after)
-
-    def broadcast(self, op: int, tensors: Sequence[Tensor], root: int) -> Work[None]:
-        self._member(root)
-        return self._copy(op, tensors, root, [m for m in self.members if m != root])
-
-    def send(self, op: int, tensors: Sequence[Tensor], to: int) -> Work[None]:
-        self._other(to)
-        return self._copy(op, tensors, self.me, [to])
-
-    def receive(self, op: int, tensors: Sequence[Tensor], source: int) -> Work[None]:
-        self._other(source)
-        return self._copy(op, tensors, source, [self.me])
-
-    def gather(self, op: int, payload: bytes, after: Work[Any] | None = None) -> Work[dict[int, bytes]]:
-        if len(payload) > GATHER_LIMIT:
-            raise ValueError(f"gather takes at most {GATHER_LIMIT} bytes per member, not {len(payload)}")
-        peers = [m for m in self.members if m != self.me]
-        return self._engine.launch(Gather(_number(op), bytes(payload), self.me, peers), None, after)
-
-    def revoke(self) -> None:
-        self._engine.fail(PeerLost("revoked by this rank"), ours=True)
-
-    def join(self, timeout: float) -> None:
-        if self._engine.loop.here():
-            raise RuntimeError("join waits for the communication thread: don't call it from a callback")
-        if not self._engine.released.wait(timeout):
-            raise TimeoutError(f"buffers are still in use after {timeout} s (was the group revoked?)")
-
-    def sever(self) -> None:
-        self._engine.sever()
-
-    def close(self) -> None:
-        self._engine.fail(PeerLost("closed by this rank"), ours=True)
-
-    def _copy(self, op: int, tensors: Sequence[Tensor], source: int, destinations: Sequence[int]) -> Work[None]:
-        for tensor in tensors:
-            _check_layout(tensor)
-        mine = self.me == source
-        staging = _staging(tensors, []) if mine else _staging([], tensors)
-        host = (staging.reads if mine else staging.writes) if staging else tensors
-        operation: Operation = Copy(_number(op), host, self.me, source, destinations)
-        return self._engine.launch(operation, staging, None)
-
-    def _member(self, member: int) -> None:
-        if member not in self.members:
-            raise ValueError(f"{member} is not a member of view {self.view}: {self.members}")
-
-    def _other(self, member: int) -> None:
-        self._member(member)
-        if member == self.me:
-            raise ValueError("a member does not send to itself")
 
 
 class TcpBackend(Backend):
@@ -137,7 +53,7 @@ class TcpBackend(Backend):
         self._entered: ViewId = NO_VIEW                 # ... and this one was entered last
         self._position = -1
         self._parked: dict[tuple[ViewId, int, int], tuple[Hello, socket.socket]] = {}
-        self._dials: list[Dial] = []
+        self._dials: dict[int, Dial] = {}               # by peer
         self._closed = False
         self._loop = Loop(f"recover-tcp-{self.endpoint.port}", timeouts.heartbeat / 2)
         door = Door(self._loop, self._listener, timeouts.handshake,
@@ -160,12 +76,13 @@ class TcpBackend(Backend):
         self._loop.call(partial(self._begin, engine, position, where))
         if not engine.formed.wait(timeout):
             missing = sorted(engine.waiting)
+            unheard = tuple(peer for peer in missing if peer in self._dials and not self._dials[peer].reached)
             engine.fail(PeerLost(f"members {missing} did not enter view {view.id} within {timeout:.2f} s",
-                                 missing[0] if len(missing) == 1 else None))
+                                 missing[0] if len(missing) == 1 else None, unheard))
         self._loop.call(self._hang_up)
         if engine.lost is not None:
-            raise PeerLost(engine.lost.reason, engine.lost.peer)
-        return TcpGroup(engine, self._scratch)
+            raise PeerLost(engine.lost.reason, engine.lost.peer, engine.lost.unheard)
+        return EngineGroup(engine, self._scratch)
 
     def abandon(self, newest: ViewId) -> None:
         self._newest = max(self._newest, newest)
@@ -216,19 +133,20 @@ class TcpBackend(Backend):
 
         def failed(reason: str) -> None:
             if peer in engine.waiting:
-                engine.fail(PeerLost(reason, peer))
+                dial = self._dials.get(peer)
+                engine.fail(PeerLost(reason, peer, () if dial is None or dial.reached else (peer,)))
 
         try:
-            dial = Dial(self._loop, address, talk, lambda hello, sock: engine.adopt(peer, sock), failed)
+            dial = Dial(self._loop, address, talk, lambda hello, sock: self._adopt(engine, peer, sock), failed)
         except OSError as error:                        # no descriptor left, say
             failed(f"can't be called: {error.strerror or error}")
         else:
-            self._dials.append(dial)
+            self._dials[peer] = dial
 
     def _hang_up(self) -> None:
         """Forming is over: what is not connected won't be."""
-        dials, self._dials = self._dials, []
-        for dial in dials:
+        dials, self._dials = self._dials, {}
+        for dial in dials.values():
             dial.abort()
 
     def _check(self, hello: Hello) -> None:
@@ -268,7 +186,13 @@ class TcpBackend(Backend):
         except OSError:
             self._loop.discard(sock)
             return
-        engine.adopt(hello.caller, sock)
+        self._adopt(engine, hello.caller, sock)
+
+    def _adopt(self, engine: Engine, peer: int, sock: socket.socket) -> None:
+        if engine.lost is not None or peer not in engine.waiting:       # replaced meanwhile
+            self._loop.discard(sock)
+        else:
+            engine.adopt(Link(sock, peer, engine.view, engine))
 
 
 def _listen(address: str) -> socket.socket:
@@ -283,36 +207,3 @@ def _listen(address: str) -> socket.socket:
         sock.close()
         raise ValueError(f"can't accept connections at {address}: {error.strerror or error}") from None
     return sock
-
-
-def _number(op: int) -> int:
-    if not 0 <= op < 1 << 64:
-        raise ValueError(f"operation number {op} is not in [0, 2**64)")
-    return op
-
-
-def _check_layout(tensor: Tensor) -> None:
-    if not tensor.is_contiguous() or tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"collectives take contiguous tensors on cpu or cuda, not strides {tensor.stride()} "
-                         f"on {tensor.device}")
-
-
-def _check_pairs(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    if len(inputs) != len(outputs):
-        raise ValueError(f"{len(inputs)} inputs for {len(outputs)} outputs")
-    for source, target in zip(inputs, outputs, strict=True):
-        _check_layout(source)
-        _check_layout(target)
-        if source.dtype not in SUMMED:
-            raise ValueError(f"all_reduce can't sum {source.dtype}: it takes {sorted(map(str, SUMMED))}")
-        if source.dtype != target.dtype or source.shape != target.shape:
-            raise ValueError(f"input is {source.dtype} {tuple(source.shape)}, "
-                             f"its output {target.dtype} {tuple(target.shape)}")
-        if source.numel() and source.data_ptr() == target.data_ptr():
-            raise ValueError("input and output share memory: give all_reduce separate outputs")
-
-
-def _staging(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Staging | None:
-    if not any(tensor.is_cuda for tensor in (*reads, *writes)):
-        return None
-    return Staging(reads, writes)

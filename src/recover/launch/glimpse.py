@@ -1,7 +1,7 @@
 """How far a replica got, read from the two ends of its event files (which may be long, torn, or not there at all)."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,12 +21,19 @@ class Glimpse:
     joined: bool = False
     last_step: int | None = None
     members: tuple[int, ...] | None = None
+    status: str = ""                    # of its end: "finished", "left", "evicted", "failed"; "" if it did not say
+    message: str = ""                   # likewise
 
 
-def glimpse(directory: Path, run_id: str, replica: int) -> Glimpse:
-    """Of all ranks of a replica; its last step is the one that all of its ranks with receipts have committed."""
-    joined, steps, members = False, [], None
+def glimpse(directory: Path, run_id: str, replica: int, pids: Collection[int] | None = None) -> Glimpse:
+    """Of all ranks of a replica; its last step is the one that all of its ranks with receipts have committed.
+
+    `pids`: of these processes only (one life of the replica).
+    """
+    joined, steps, members, status, message = False, [], None, "", ""
     for path in sorted(directory.glob(f"events-replica{replica}-rank*.jsonl")):
+        if pids is not None and path.stem.rpartition("-")[2] not in map(str, pids):
+            continue
         last = None
         for line in _lines(path):
             if line.run_id != run_id:
@@ -36,9 +43,11 @@ def glimpse(directory: Path, run_id: str, replica: int) -> Glimpse:
                 last = line.step
             if line.event in (RECEIPT, VIEW_NEW, RUN_END):
                 members = _members(line) or members
+            if line.event == RUN_END and status != "left":
+                status, message = str(line.attributes.get("status", "")), str(line.attributes.get("message", ""))
         if last is not None:
             steps.append(last)
-    return Glimpse(joined, min(steps, default=None), members)
+    return Glimpse(joined, min(steps, default=None), members, status, message)
 
 
 def _members(line: Line) -> tuple[int, ...] | None:

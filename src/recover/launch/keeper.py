@@ -29,6 +29,27 @@ PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 SETTLED: Final = 10.0
 
 
+class Guest:
+    """Stands in for `Keeper` where the coordinator is another launch's: nothing to keep."""
+
+    failed: str | None = None
+
+    def __init__(self, address: str) -> None:
+        self.address: str | None = address
+
+    def owns(self, child: Child) -> bool:
+        return False
+
+    def tick(self) -> None:
+        pass
+
+    def over(self) -> None:
+        raise AssertionError("a guest has no coordinator")
+
+    def stop(self, grace: float) -> None:
+        pass
+
+
 class Keeper:
     """One coordinator at a time. `address` is None until the first one listens; `failed` says why it never will."""
 
@@ -90,7 +111,7 @@ class Keeper:
             "--run-id", options.run_id, "--replicas", str(options.replicas),
             "--ranks-per-replica", str(options.ranks_per_replica),
             "--failure-timeout", repr(options.failure_timeout), "--incarnation", str(self._incarnation),
-            "--port-file", str(self._port_file), *where], os.environ)
+            "--max-replicas", str(options.most), "--port-file", str(self._port_file), *where], os.environ)
         self._output.follow_child(self._child.process, "[coordinator] ")
         self._started = time.monotonic()
         self._log.emit(COORDINATOR_START, incarnation=self._incarnation, address=self._listen, pid=self._child.pid)

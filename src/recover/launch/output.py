@@ -23,6 +23,8 @@ from typing import Final
 READ: Final = 1 << 16
 MAX_LINE: Final = 1 << 13
 MAX_QUEUED: Final = 4 << 20
+SHOWN: Final = 300
+"""Characters of a child's last words that are repeated."""
 
 
 class Sink:
@@ -88,12 +90,30 @@ def _write_all(file: int, data: bytes) -> None:
             select.select([], [file], [], 1.0)
 
 
-class _Source:
-    """One pipe: bytes in, whole lines out."""
+TRACEBACK: Final = b"Traceback (most recent call last):"
+
+
+class Source:
+    """One pipe: bytes in, whole lines out. `last`: what was said last, an exception rather than what follows it."""
 
     def __init__(self, prefix: bytes, sink: Sink) -> None:
         self._prefix, self._sink = prefix, sink
         self._rest = b""
+        self._line_said = self._exception = b""
+        self._tracing = False
+        self.ended = threading.Event()
+
+    @property
+    def last(self) -> str:
+        return (self._exception or self._line_said).decode(errors="replace").strip()[:SHOWN]
+
+    def _remember(self, text: bytes) -> None:
+        if text.startswith(TRACEBACK):
+            self._tracing = True
+        elif self._tracing and text and not text[:1].isspace():
+            self._exception, self._tracing = text, False
+        if text.strip():
+            self._line_said = text
 
     def feed(self, data: bytes) -> None:
         parts = (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
@@ -108,8 +128,10 @@ class _Source:
         if self._rest:
             self._line(self._rest)
             self._rest = b""
+        self.ended.set()
 
     def _line(self, text: bytes) -> None:
+        self._remember(text)
         for start in range(0, len(text) or 1, MAX_LINE):
             self._sink.put(self._prefix + text[start:start + MAX_LINE] + b"\n")
 
@@ -128,19 +150,23 @@ class Output:
         self._thread = threading.Thread(target=self._read, name="recover-output-reader", daemon=True)
         self._thread.start()
 
-    def follow(self, file: int, prefix: str, stream: str) -> None:
+    def follow(self, file: int, prefix: str, stream: str) -> Source:
         """Read a pipe to its end and close it then; `stream` is "stdout" or "stderr". The descriptor becomes ours."""
         os.set_blocking(file, False)
         with self._lock:
-            self._selector.register(file, selectors.EVENT_READ, _Source(prefix.encode(), self._sinks[stream]))
+            source = Source(prefix.encode(), self._sinks[stream])
+            self._selector.register(file, selectors.EVENT_READ, source)
         self._wake()
+        return source
 
-    def follow_child(self, process: subprocess.Popen[bytes], prefix: str) -> None:
-        """Follow both pipes of a child."""
-        for pipe, stream in ((process.stdout, "stdout"), (process.stderr, "stderr")):
-            assert pipe is not None
-            self.follow(os.dup(pipe.fileno()), prefix, stream)
-            pipe.close()
+    def follow_child(self, process: subprocess.Popen[bytes], prefix: str) -> Source:
+        """Follow both pipes of a child; returns that of its errors."""
+        assert process.stdout is not None and process.stderr is not None
+        self.follow(os.dup(process.stdout.fileno()), prefix, "stdout")
+        errors = self.follow(os.dup(process.stderr.fileno()), prefix, "stderr")
+        process.stdout.close()
+        process.stderr.close()
+        return errors
 
     def say(self, text: str) -> None:
         """A line of the launcher's own."""
@@ -174,7 +200,7 @@ class Output:
                 self._finish()
                 return
 
-    def _drain(self, file: int, source: _Source) -> None:
+    def _drain(self, file: int, source: Source) -> None:
         try:
             data = os.read(file, READ)
         except BlockingIOError:

@@ -72,6 +72,11 @@ class Children:
         else:
             kill_group(child.pid)
 
+    def expect(self, child: Child, grace: float) -> None:
+        """A child that should end by itself is killed if it has not within `grace` seconds."""
+        if child.code is None and child.deadline is None:
+            child.deadline = time.monotonic() + grace
+
     def enforce(self) -> None:
         """Kill those whose grace has passed."""
         now = time.monotonic()

@@ -8,10 +8,13 @@ tenth of a second has passed, and then looks at everything there is. Other threa
 * The ranks are started when the coordinator listens.
 * When a rank ends other than well, what remains of its replica is ended: a replica is atomic. If no replica has joined
   the run yet, none ever will, since all wait for each other: the whole run is ended, and the message names the culprit.
+* A dead replica is started again as `restarts` says, in a new life with the same number; the verdict is about the last one.
+* A replica that was told to go leaves in order: its ranks may take as long as the run waits for a silent one.
 * When the first rank has finished, the others get `2 * failure_timeout + grace` seconds. After that, whoever has not
   committed the last step as a member of the last view is ended; who has may take as long as it needs (to save, say).
 * SIGINT and SIGTERM (and SIGHUP, SIGQUIT) are passed on to the ranks; after `grace` seconds, or when a second signal
-  comes, they are killed.
+  comes, they are killed. At SIGTERM the replicas end together (`training.leaving`), if they get the time.
+* With `--join` there is no coordinator of ours, and one replica only.
 * Whether planned faults happened is read from the proofs that the injectors leave; the verdict is `verdict.judge`'s.
 
 It owns its process: every child of it is taken for one of the run. Run it through `launch`.
@@ -25,8 +28,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -42,26 +45,20 @@ from recover.events import (
 )
 from recover.faults import Done, done_path, read_done
 from recover.launch import keeper as keeping
-from recover.launch.glimpse import Glimpse, glimpse
+from recover.launch.glimpse import Glimpse
 from recover.launch.guard import FORWARDED, guard
+from recover.launch.mpi import Seats
 from recover.launch.options import Options, Where, free_ports, rank_environment
 from recover.launch.output import Output
 from recover.launch.reaper import Child, Children
-from recover.launch.verdict import LEFT, NO_COORDINATOR, ReplicaEnd, Verdict, describe, judge
+from recover.launch.replicas import Rank, Replica
+from recover.launch.restarts import Again, Restarts
+from recover.launch.verdict import LEFT, NO_COORDINATOR, Verdict, describe, judge
 
 LOOK: Final = 0.1
 REST_GRACE: Final = 1.0
 """Seconds that the other ranks of a dead replica get to say goodbye."""
 FRONT_GONE: Final = 137
-
-
-@dataclass(eq=False)
-class Rank:
-    """One rank's process."""
-
-    replica: int
-    rank: int
-    child: Child
 
 
 def launch(options: Options, coordinator_command: Sequence[str] = keeping.COMMAND) -> int:
@@ -82,9 +79,12 @@ class Supervisor:
         self._children = Children()
         self._output = Output()
         self._log = EventLog(self._events, options.run_id, None, None, role="launcher")
-        self._keeper = keeping.Keeper(options, self._children, self._output, self._log, self._private,
-                                      coordinator_command)
-        self._ranks: list[Rank] = []
+        self._keeper: keeping.Keeper | keeping.Guest = keeping.Guest(options.join) if options.join else keeping.Keeper(
+            options, self._children, self._output, self._log, self._private, coordinator_command)
+        self._replicas: dict[int, Replica] = {}
+        self._restarts = Restarts(options.restart)
+        self._again: dict[int, float] = {}          # replica -> when it is started again
+        self._seats: Seats | None = None            # where the backend needs them
         self._signals: list[int] = []
         self._interrupted: int | None = None
         self._joined = False
@@ -106,6 +106,8 @@ class Supervisor:
     def run(self) -> int:
         """The whole launch; returns the exit code."""
         wake = self._listen_to_signals()
+        if self._options.backend == "ulfm":
+            self._seats = Seats(self._options.replicas * self._options.ranks_per_replica)
         self._log.emit(LAUNCH_START, replicas=self._options.replicas, command=self._options.command,
                        ranks_per_replica=self._options.ranks_per_replica, coordinator=self._options.listen)
         try:
@@ -122,6 +124,8 @@ class Supervisor:
         finally:
             for child in self._children.alive:
                 self._children.end(child, 0)
+            if self._seats is not None:
+                self._seats.close()
             self._log.close()
             self._output.close()
             shutil.rmtree(self._private, ignore_errors=True)
@@ -159,29 +163,56 @@ class Supervisor:
         self._children.enforce()
         self._watch_faults()
         self._keeper.tick()
-        if self._keeper.address is not None and not self._ranks and self._interrupted is None:
-            self._start_ranks(self._keeper.address)
+        if self._keeper.address is not None and not self._replicas and self._interrupted is None:
+            self._start_all(self._keeper.address)
+        for replica in [replica for replica, due in self._again.items() if due <= time.monotonic()]:
+            del self._again[replica]
+            self._start(self._replicas[replica], *free_ports(1))
         if self._finish_by is not None and time.monotonic() >= self._finish_by:
             self._end_stragglers()
 
     def _done(self) -> bool:
-        if not self._ranks:
+        if not self._replicas:
             return self._keeper.failed is not None or self._interrupted is not None
-        return all(rank.child.code is not None for rank in self._ranks)
+        return not self._again and all(replica.over for replica in self._replicas.values())
 
-    def _start_ranks(self, address: str) -> None:
-        options = self._options
-        assert options.token_file is not None
-        where = Where(coordinator=address, token_file=options.token_file, events=self._events,
-                      master_ports=free_ports(options.replicas))
-        for replica in range(options.replicas):
-            for position in range(options.ranks_per_replica):
-                name = f"r{replica}" if options.ranks_per_replica == 1 else f"r{replica}.{position}"
-                child = self._children.start(name, options.command,
-                                             rank_environment(options, where, replica, position))
-                self._output.follow_child(child.process, f"[{name}] ")
-                self._ranks.append(Rank(replica, position, child))
-                self._log.emit(LAUNCH_RANK_START, replica=replica, rank=position, pid=child.pid)
+    def _start_all(self, address: str) -> None:
+        if self._options.join is None:
+            self._output.say(f"run {self._options.run_id}, coordinator at {address}")
+        numbers = self._options.numbers
+        for number, port in zip(numbers, free_ports(len(numbers)), strict=True):     # all at once: no two get the same
+            self._replicas[number] = Replica(number, self._events, self._options.run_id)
+            self._start(self._replicas[number], port)
+
+    def _start(self, replica: Replica, port: int) -> None:
+        """A life of a replica begins; `port` is for its own torch.distributed."""
+        options, number = self._options, replica.number
+        assert options.token_file is not None and self._keeper.address is not None
+        where = Where(coordinator=self._keeper.address, token_file=options.token_file, events=self._events,
+                      master_ports={number: port})
+        replica.ranks, replica.starts = [], replica.starts + 1
+        for position in range(options.ranks_per_replica):
+            name = f"r{number}" if options.ranks_per_replica == 1 else f"r{number}.{position}"
+            child = self._start_rank(name, rank_environment(options, where, number, position),
+                                     number * options.ranks_per_replica + position)
+            replica.ranks.append(Rank(number, position, child, self._output.follow_child(child.process, f"[{name}] ")))
+            self._log.emit(LAUNCH_RANK_START, replica=number, rank=position, pid=child.pid)
+        pids = " ".join(str(rank.child.pid) for rank in replica.ranks)
+        what = "process" if len(replica.ranks) == 1 else "processes"
+        self._output.say(f"replica {number}{'' if replica.starts == 1 else ' starts again'}: {what} {pids}")
+
+    def _ranks(self) -> Iterator[Rank]:
+        for replica in self._replicas.values():
+            yield from replica.ranks
+
+    def _start_rank(self, name: str, environ: dict[str, str], number: int) -> Child:
+        """Start one rank, the `number`-th of the run, in its seat if it needs one."""
+        if self._seats is not None:
+            environ |= self._seats.environment(number)
+        child = self._children.start(name, self._options.command, environ)
+        if self._seats is not None:
+            self._seats.take(number, child.pid)
+        return child
 
     # -- ends
 
@@ -191,14 +222,15 @@ class Supervisor:
         name = signal.Signals(number).name
         self._output.say(f"{name} again: killing the ranks" if again else
                          f"{name}: passed on to the ranks, which have {self._options.grace:g} seconds to end")
-        for rank in self._ranks:
+        self._again.clear()
+        for rank in self._ranks():
             self._children.end(rank.child, 0 if again else self._options.grace, number)
 
     def _over(self, child: Child) -> None:
         if self._keeper.owns(child):
             self._keeper.over()
             return
-        rank = next(rank for rank in self._ranks if rank.child is child)
+        rank = next(rank for rank in self._ranks() if rank.child is child)
         assert child.code is not None
         self._log.emit(LAUNCH_RANK_END, replica=rank.replica, rank=rank.rank, pid=child.pid, exit_code=child.code,
                        ended=child.ended)
@@ -206,8 +238,36 @@ class Supervisor:
             self._finished()
         elif not child.ended:
             self._lost(rank, child.code)
+        if self._replicas[rank.replica].over:
+            self._consider(self._replicas[rank.replica])
+
+    def _consider(self, replica: Replica) -> None:
+        """A life of a replica is over: another one, or not."""
+        held = any(other.holds() for other in self._replicas.values() if other is not replica)
+        going_on = self._interrupted is None and self._finish_by is None and self._keeper.failed is None
+        answer = self._restarts.over(replica.life(), going_on=going_on, held=held or self._options.join is not None)
+        if isinstance(answer, Again):
+            self._again[replica.number] = time.monotonic() + answer.pause
+            self._output.say(f"replica {replica.number} starts again in {answer.pause:g} seconds (start {answer.count} of "
+                             f"{self._options.restart} without a committed step)")
+        elif answer.reason and self._anybody_joined():
+            self._output.say(f"replica {replica.number} is not started again: {answer.reason}")
+        if not going_on:
+            self._again.clear()
+        elif not held and self._options.join is None and self._options.restart:
+            self._forsake()
+
+    def _forsake(self) -> None:
+        """Nobody is left who holds the parameters: whoever was started again since would wait for ever, or begin anew."""
+        self._again.clear()
+        for other in self._replicas.values():
+            if not other.over and other.starts > 1:
+                self._output.say(f"replica {other.number} has nobody left to get the parameters from: ended")
+                for rank in other.ranks:
+                    self._children.end(rank.child, min(REST_GRACE, self._options.grace))
 
     def _finished(self) -> None:
+        self._again.clear()                         # nobody would be left to join
         if self._finish_by is None:
             self._finish_by = time.monotonic() + 2 * self._options.failure_timeout + self._options.grace
 
@@ -219,19 +279,20 @@ class Supervisor:
             self._log.emit(REPLICA_LOST, severity="WARN", lost=rank.replica, cause="signal" if code < 0 else "exit",
                            noticed_by="launcher", evidence=f"process {rank.child.pid} {describe(code)}",
                            position=rank.rank)
-        for other in self._ranks:
-            if other.replica == rank.replica:
+        for other in self._replicas[rank.replica].ranks:
+            if code == LEFT:                        # as a whole, in order
+                self._children.expect(other.child, self._options.failure_timeout + self._options.grace)
+            else:
                 self._children.end(other.child, min(REST_GRACE, self._options.grace))
         if not self._anybody_joined():
-            for other in self._ranks:
+            for other in self._ranks():
                 self._children.end(other.child, min(REST_GRACE, self._options.grace))
 
     def _end_stragglers(self) -> None:
         self._finish_by = time.monotonic() + 1.0
-        by_replica = self._by_replica()
-        seen = {replica: self._glimpse(replica) for replica in by_replica}
-        done = [seen[replica] for replica, ranks in by_replica.items() if all(rank.child.code == 0 for rank in ranks)]
-        for rank in self._ranks:
+        seen = {replica.number: replica.glimpse() for replica in self._replicas.values()}
+        done = [seen[replica.number] for replica in self._replicas.values() if replica.finished]
+        for rank in self._ranks():
             if rank.child.code is not None or rank.child.ended or _is_level(rank.replica, seen[rank.replica], done):
                 continue
             self._output.say(f"replica {rank.replica} is not among those that finished the run: ended")
@@ -247,17 +308,8 @@ class Supervisor:
 
     # -- what happened
 
-    def _by_replica(self) -> dict[int, list[Rank]]:
-        found: dict[int, list[Rank]] = {}
-        for rank in self._ranks:
-            found.setdefault(rank.replica, []).append(rank)
-        return found
-
-    def _glimpse(self, replica: int) -> Glimpse:
-        return glimpse(self._events, self._options.run_id, replica)
-
     def _anybody_joined(self) -> bool:
-        self._joined = self._joined or any(self._glimpse(replica).joined for replica in range(self._options.replicas))
+        self._joined = self._joined or any(replica.ever_joined() for replica in self._replicas.values())
         return self._joined
 
     def _watch_faults(self) -> None:
@@ -279,13 +331,7 @@ class Supervisor:
     def _judge(self) -> tuple[Verdict, tuple[str, ...]]:
         happened = {done.number for done in self._proofs}
         missed = tuple(str(fault) for fault in self._options.plan.faults if fault.number not in happened)
-        ends = []
-        for replica, ranks in self._by_replica().items():
-            seen = self._glimpse(replica)
-            ends.append(ReplicaEnd(
-                replica=replica, codes=tuple(rank.child.code or 0 for rank in ranks),
-                ended=all(rank.child.ended for rank in ranks if rank.child.code), joined=seen.joined,
-                last_step=seen.last_step, members=seen.members))
+        ends = [replica.end() for replica in self._replicas.values()]
         verdict = judge(ends, missed, interrupted=self._interrupted, coordinator=self._keeper.failed)
         return verdict, () if verdict.code == NO_COORDINATOR else missed
 

@@ -8,6 +8,7 @@
     5     the run finished, but a planned fault did not happen
     6     the run finished, but a replica that is in the last view failed
     7     the coordinator did not start
+    75    all replicas had to go (told to, or too few were left), and did so in order: start the run again to go on
     128+n ended by signal n: 130 for SIGINT, 143 for SIGTERM
 
 A replica that was killed by a signal, or that left (code 75, EX_TEMPFAIL: evicted, or asked to leave), is a casualty
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from recover.errors import LEFT
+
 OK: Final = 0
 USAGE: Final = 2
 NOT_JOINED: Final = 3
@@ -27,8 +30,8 @@ ALL_DEAD: Final = 4
 FAULT_MISSED: Final = 5
 MEMBER_FAILED: Final = 6
 NO_COORDINATOR: Final = 7
-LEFT: Final = 75
-"""The exit code of a rank that left the run or was evicted, EX_TEMPFAIL."""
+__all__ = ["ALL_DEAD", "FAULT_MISSED", "LEFT", "MEMBER_FAILED", "NOT_JOINED", "NO_COORDINATOR", "OK", "USAGE", "ReplicaEnd",
+           "Verdict", "describe", "judge"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,9 @@ class ReplicaEnd:
     joined: bool = False
     last_step: int | None = None        # the last one that it committed, as far as its events say
     members: tuple[int, ...] | None = None      # of its last view, likewise
+    message: str = ""                   # what its events say of its end
+    said: str = ""                      # the last line of its output, an exception if there was one
+    restarts: int = 0                   # how often it was started again
 
     @property
     def finished(self) -> bool:
@@ -71,6 +77,9 @@ def describe(code: int) -> str:
 def judge(ends: Sequence[ReplicaEnd], missed: Sequence[str] = (), *, interrupted: int | None = None,
           coordinator: str | None = None) -> Verdict:
     """The verdict. `missed`: planned faults that did not happen, in words; `coordinator`: why it never started."""
+    if _all_left(ends):
+        why = next((end.message for end in ends if end.message), "") or f"they left {_reached(ends)}"
+        return Verdict(LEFT, f"all replicas had to go: {why}. Start the run again to go on")
     if interrupted is not None:
         return Verdict(128 + interrupted, f"ended by {signal.Signals(interrupted).name} {_reached(ends)}")
     if coordinator is not None:
@@ -89,6 +98,16 @@ def judge(ends: Sequence[ReplicaEnd], missed: Sequence[str] = (), *, interrupted
     lost = len(ends) - len(finished)
     return Verdict(OK, f"finished with {len(finished)} of {len(ends)} replicas {_reached(ends)}"
                        + (f"; {_causes([end for end in ends if not end.finished])}" if lost else ""))
+
+
+def _all_left(ends: Sequence[ReplicaEnd]) -> bool:
+    """Nobody finished, and whoever was in the last view left in order."""
+    joined = [end for end in ends if end.joined]
+    if not joined or any(end.finished for end in ends):
+        return False
+    members = _last_view(joined)
+    last = [end for end in joined if members is None or end.replica in members]
+    return bool(last) and all(LEFT in end.codes and set(end.codes) <= {0, LEFT} for end in last)
 
 
 def _last_view(finished: Sequence[ReplicaEnd]) -> tuple[int, ...] | None:
@@ -111,7 +130,8 @@ def _cause(end: ReplicaEnd) -> str:
     worst = next((code for code in end.codes if code not in (0, LEFT)), None)
     if worst is None:
         worst = next((code for code in end.codes if code), 0)
-    return describe(worst)
+    again = {0: "", 1: ", started again once"}.get(end.restarts, f", started again {end.restarts} times")
+    return describe(worst) + (f" ({end.said})" if worst > 0 and end.said else "") + again
 
 
 def _unjoined(ends: Sequence[ReplicaEnd]) -> str:

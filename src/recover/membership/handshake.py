@@ -21,7 +21,7 @@ import os
 
 from recover.errors import WireError
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"RECOVER" + bytes([VERSION])
 NONCE = 32
 PROOF = 32

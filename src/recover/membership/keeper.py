@@ -6,7 +6,8 @@ Theory of operation
   back is noticed within `RETRY_LAST` seconds) and at each of the coordinator's addresses in turn.
 * A coordinator that is merely silent (stopped, overloaded) keeps its connection: a second one is tried beside it, and
   takes its place only once a coordinator has welcomed us there. So a coordinator that wakes up late has lost nobody,
-  and one that was replaced at another address is left.
+  and one that was replaced at another address is left, and told so.
+* Names are resolved anew for each try. While one does not resolve, tries become rare: name servers are shared.
 * Silence is not judged right after this loop itself was held up: what has arrived meanwhile is read first.
 * A try may take `Timeouts.handshake` until we have said who we are, and as long again until we are welcomed: a try that
   is given up after the coordinator registered us would look like our death.
@@ -17,6 +18,7 @@ import asyncio
 import logging
 import os
 import random
+import socket
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -30,6 +32,8 @@ from recover.priority import favour
 log = logging.getLogger("recover.membership")
 
 RETRY_FIRST, RETRY_LAST = 0.02, 0.1
+RETRY_NAME = 2.0
+"""Seconds between tries, at most, while the name of a coordinator does not resolve."""
 
 
 class Owner(Protocol):
@@ -42,6 +46,9 @@ class Owner(Protocol):
         """No connection is needed any more."""
 
     def opening(self) -> wire.Message: ...
+
+    def sign(self) -> wire.Heartbeat:
+        """A heartbeat is due."""
 
     def heard(self, message: wire.FromCoordinator) -> None: ...
 
@@ -60,12 +67,14 @@ class Keeper:
     def __init__(self, owner: Owner, addresses: list[tuple[str, int]], timeouts: Timeouts,
                  caller: Callable[[], Caller]) -> None:
         self.link: Link | None = None
+        self.address: tuple[str, int] | None = None     # where the newest link leads
         self._owner = owner
         self._addresses = addresses
         self._timeouts = timeouts
         self._caller = caller
         self._patience = min(1.0, timeouts.failure_timeout)
         self._turned_down = False                       # the latest try was answered, but not well
+        self._nameless = 0                              # tries in a row for which a name did not resolve
         self._pid = os.getpid()
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -124,7 +133,7 @@ class Keeper:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._timeouts.heartbeat)
-            self.send(wire.Heartbeat())
+            self.send(self._owner.sign())
 
     async def _keep_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -149,6 +158,8 @@ class Keeper:
     def _pause(self, tries: int) -> float:
         """Seconds until the next try: soon where nobody answers, less so where somebody says no."""
         soon = min(RETRY_LAST, RETRY_FIRST * 1.5 ** min(tries, 20))
+        if self._nameless:
+            soon = min(RETRY_NAME, RETRY_LAST * 2.0 ** min(self._nameless, 20))
         return max(soon, self._timeouts.heartbeat if self._turned_down else 0) * random.uniform(0.7, 1.0)
 
     async def _sleep(self, seconds: float) -> None:
@@ -169,7 +180,7 @@ class Keeper:
     async def _try(self, address: tuple[str, int]) -> str:
         """One try at one address; "" if we were welcomed, else what happened."""
         link = Link(self, self._caller(), address)
-        self._turned_down = False
+        self._turned_down, nameless = False, False
         try:
             async with asyncio.timeout(self._timeouts.handshake):
                 await connect(link, *address)
@@ -179,6 +190,8 @@ class Keeper:
             problem = f"{link.address} does not answer"
         except (OSError, UnicodeError) as error:        # a name that does not resolve, or is none
             problem = f"{link.address}: {error}"
+            nameless = isinstance(error, socket.gaierror)
+        self._nameless = self._nameless + 1 if nameless else 0
         if problem:
             link.abort()
         return problem
@@ -190,11 +203,12 @@ class Keeper:
     def heard(self, link: Link, message: wire.FromCoordinator) -> None:
         match message:
             case wire.Welcome():
-                self._welcomed(link)
+                self._welcomed(link, message.incarnation)
             case wire.Refused():
                 self._turned_down = True
                 link.settle(f"{link.address} refused us: {message.reason}")
-                self._owner.refused(message.reason, message.final)
+                if not message.standby:                 # that is no answer: another one acts, or it takes over soon
+                    self._owner.refused(message.reason, message.final)
             case wire.Dropped():                        # also as the first answer, to one that announces a view
                 link.settle(f"{link.address} turned us out: {message.reason}")
                 self._owner.heard(message)
@@ -212,9 +226,11 @@ class Keeper:
             self._owner.linked(None)
             self.stir()
 
-    def _welcomed(self, link: Link) -> None:
+    def _welcomed(self, link: Link, incarnation: int) -> None:
         former, self.link = self.link, link
+        self.address = link.where
         link.settle("")
-        if former is not None and former is not link:
+        if former is not None and former is not link:   # whoever wakes up there hears first that it is not needed
+            former.send(wire.Moved(incarnation))
             former.abort()
         self._owner.linked(link)

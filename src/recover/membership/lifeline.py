@@ -47,12 +47,18 @@ CLOSE_RANGE_UNSHARE = 2
 LAST = 0xFFFFFFFF
 
 
-class Lifelines:
-    """`HOLDERS` connections that speak for one life of one rank, renewed while they are wanted."""
+Address = tuple[str, int]
 
-    def __init__(self, addresses: list[tuple[str, int]], timeouts: Timeouts, caller: Callable[[], Caller],
+
+class Lifelines:
+    """`HOLDERS` connections that speak for one life of one rank, renewed while they are wanted.
+
+    `where`: the coordinator that has welcomed the rank; None while there is none.
+    """
+
+    def __init__(self, where: Callable[[], Address | None], timeouts: Timeouts, caller: Callable[[], Caller],
                  greeting: wire.Lifeline) -> None:
-        self._addresses, self._timeouts, self._caller = addresses, timeouts, caller
+        self._where, self._timeouts, self._caller = where, timeouts, caller
         self._greeting = wire.encode(greeting)
         self._over = threading.Event()
         self._libc = own_tables()
@@ -68,44 +74,18 @@ class Lifelines:
 
     def _keep(self) -> None:
         holders: list[threading.Thread] = []
-        tries = 0
-        while not self._over.wait(LOOK if len(holders) == HOLDERS else RETRY if tries else 0):
+        failed = False
+        while not self._over.wait(LOOK if len(holders) == HOLDERS else RETRY if failed else 0):
             holders = [holder for holder in holders if holder.is_alive()]
-            if len(holders) == HOLDERS:
+            address = self._where()
+            failed = address is None
+            if address is None or len(holders) == HOLDERS:
                 continue
-            tries += 1
             try:
-                holders.append(self._hand_over(self._connect(self._addresses[tries % len(self._addresses)])))
-                tries = 0
+                holders.append(self._hand_over(connect(address, self._timeouts, self._caller(), self._greeting)))
             except (OSError, UnicodeError, WireError) as problem:
                 log.debug("lifeline: %s", problem)
-
-    def _connect(self, address: tuple[str, int]) -> socket.socket:
-        """A connection that the coordinator knows as a lifeline."""
-        problem: OSError | WireError = OSError(f"{address[0]} has no address")
-        for family, kind, _, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
-            sock = forks.open_socket(family, kind)
-            try:
-                sock.settimeout(self._timeouts.handshake)
-                sock.connect(where)
-                self._prove(sock)
-                return sock
-            except (OSError, WireError) as error:
-                sock.close()
-                problem = error
-        raise problem
-
-    def _prove(self, sock: socket.socket) -> None:
-        tune(sock)
-        caller = self._caller()
-        sock.sendall(caller.hello)
-        while not caller.passed:
-            data = sock.recv(4096)
-            if not data:
-                raise OSError("the coordinator closed the connection")
-            sock.sendall(caller.feed(data))
-        sock.sendall(self._greeting)
-        sock.setblocking(True)
+                failed = True
 
     def _hand_over(self, sock: socket.socket) -> threading.Thread:
         """Start a holder of `sock`; afterwards the process's own table does not have it any more."""
@@ -123,6 +103,34 @@ class Lifelines:
                 gc.enable()
             sock.close()
         return holder
+
+
+def connect(address: Address, timeouts: Timeouts, caller: Caller, greeting: bytes) -> socket.socket:
+    """A blocking connection to the coordinator, which has been sent `greeting` behind the handshake. OSError, WireError."""
+    problem: OSError | WireError = OSError(f"{address[0]} has no address")
+    for family, kind, _, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        sock = forks.open_socket(family, kind)
+        try:
+            sock.settimeout(timeouts.handshake)
+            sock.connect(where)
+            _prove(sock, caller, greeting)
+            return sock
+        except (OSError, WireError) as error:
+            sock.close()
+            problem = error
+    raise problem
+
+
+def _prove(sock: socket.socket, caller: Caller, greeting: bytes) -> None:
+    tune(sock)
+    sock.sendall(caller.hello)
+    while not caller.passed:
+        data = sock.recv(4096)
+        if not data:
+            raise OSError("the coordinator closed the connection")
+        sock.sendall(caller.feed(data))
+    sock.sendall(greeting)
+    sock.setblocking(True)
 
 
 def hold(libc: ctypes.CDLL, number: int, ready: threading.Event) -> None:

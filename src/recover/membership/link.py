@@ -40,7 +40,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parting = False
         self._loop = asyncio.get_running_loop()
-        self.address = show_address(*address)
+        self.where, self.address = address, show_address(*address)
         self.opened: asyncio.Future[None] = self._loop.create_future()
         self.settled: asyncio.Future[str] = self._loop.create_future()
         self.closed: asyncio.Future[None] = self._loop.create_future()

@@ -26,11 +26,14 @@ from typing import Any
 from recover.config import Environment, Timeouts
 from recover.errors import CoordinatorLost, Evicted, JoinRefused, RecoverError, Stopped, ViewChanged, WireError
 from recover.membership import wire
+from recover.membership.activity import Activity
 from recover.membership.address import parse_addresses
+from recover.membership.answers import Answer
 from recover.membership.handshake import Caller
 from recover.membership.keeper import Keeper
 from recover.membership.lifeline import Lifelines
 from recover.membership.link import Link
+from recover.membership.pulse import Pulse
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import NO_VIEW, Endpoint, Pending, View, ViewId
 
@@ -44,7 +47,7 @@ class _Call:
         self.view, self.payload = view, payload
         self.sent_on: Link | None = None
         self.broken = False
-        self.parts: dict[int, bytes] = {}
+        self.answer = Answer()
 
 
 class Member:
@@ -71,8 +74,10 @@ class Member:
         self._check_identity()
         self._keeper = Keeper(self, parse_addresses(environment.coordinator), timeouts,
                               lambda: Caller(token, environment.run_id))
-        self._lifelines = Lifelines(parse_addresses(environment.coordinator), timeouts, lambda: Caller(token, environment.run_id),
-                                    wire.Lifeline(self.replica, self.rank, self._identity.life))
+        self.activity = Activity(timeouts)
+        beside = (self._linked_to, timeouts, lambda: Caller(token, environment.run_id))
+        me = self.replica, self.rank, self._identity.life
+        self._lifelines, self._pulse = Lifelines(*beside, wire.Lifeline(*me)), Pulse(*beside, wire.Pulse(*me))
         self._news = threading.Condition()
         self._call: _Call | None = None
         self._stats: wire.Stats | None = None
@@ -95,6 +100,10 @@ class Member:
         self._keeper.start()
         self._lifelines.start()
 
+    def vouch(self) -> None:
+        """From now on let a process beside this one say that it runs, also while its interpreter is busy."""
+        self._pulse.start()
+
     @property
     def connected(self) -> bool:
         """A coordinator has welcomed us, and the connection stands as far as is known."""
@@ -112,6 +121,18 @@ class Member:
                 if self.latest.id > newer_than:
                     return self.latest
                 self._wait(deadline, f"no view newer than {newer_than} within {timeout:g} s")
+
+    def wait_news(self, timeout: float) -> View:
+        """The first view, or (a joiner's) the one that is announced with the fence. Raises as `wait_view`."""
+        deadline = time.monotonic() + timeout
+        with self._news:
+            while True:
+                self._raise_final()
+                if self.latest.id > NO_VIEW:
+                    return self.latest
+                if self.pending is not None:
+                    return self.pending.view
+                self._wait(deadline, f"no view within {timeout:g} s")
 
     def exchange(self, view: ViewId, payload: bytes, timeout: float) -> dict[int, bytes]:
         """Everyone's payloads in `view`, by member, once all have sent theirs. One call at a time.
@@ -138,19 +159,38 @@ class Member:
             self._raise_final()
             if self.latest.id > call.view:
                 raise ViewChanged(f"view {self.latest.id} came before the exchange of {call.view} was complete")
-            if self.latest.id == call.view and call.parts.keys() == set(self.latest.members):
-                return call.parts
+            parts = call.answer.payloads
+            whole = len(parts) == len(self.latest.members) and parts.keys() == set(self.latest.members)
+            if self.latest.id == call.view and whole:
+                return parts
             if call.broken:
                 raise CoordinatorLost("the connection to the coordinator broke during an exchange")
             self._wait(deadline, f"the exchange of view {call.view} was not complete in time")
 
-    def suspect(self, view: ViewId, reason: str, peer: int | None = None) -> None:
-        """Tell the coordinator that a collective of `view` failed here; returns at once, and is not forgotten."""
+    def suspect(self, view: ViewId, reason: str, peer: int | None = None, unheard: tuple[int, ...] = ()) -> None:
+        """Tell the coordinator that a collective of `view` failed here; returns at once, and is not forgotten.
+
+        `peer`: to blame, where that is known; `unheard`: whom this rank itself does not reach over data connections.
+        """
         with self._news:
             if self._suspicion is not None and self._suspicion.view >= view:
                 return                                  # said already
-            self._suspicion = wire.Suspect(view, reason[:1000], peer)
+            self._suspicion = wire.Suspect(view, reason[:1000], peer, unheard)
         self._keeper.post(self._send_suspicion)
+
+    def hand(self, name: tuple[int, int] | None) -> None:
+        """We begin to compute this microbatch, which died with another replica (None: that is over).
+
+        It is with the operating system when this returns, at the latest after a heartbeat: even if we die of it, it is told.
+        """
+        sent = threading.Event()
+
+        def send() -> None:
+            self._keeper.send(wire.Hand(name))
+            sent.set()
+        self._keeper.post(send)
+        if name is not None:
+            sent.wait(self._timeouts.heartbeat)
 
     def entered(self, view: ViewId) -> None:
         """We have switched to the pending view."""
@@ -179,6 +219,7 @@ class Member:
         with self._news:
             self._closing = True
             self._news.notify_all()
+        self._pulse.close()
         self._keeper.join()
         self._lifelines.close()
 
@@ -214,6 +255,12 @@ class Member:
     def over(self) -> bool:
         """No connection is needed any more."""
         return self._closing or self._gone or self.evicted or self.failure is not None
+
+    def _linked_to(self) -> tuple[str, int] | None:
+        return self._keeper.address if self.connected else None
+
+    def sign(self) -> wire.Heartbeat:
+        return wire.Heartbeat(self.activity.beat())
 
     def opening(self) -> wire.Message:
         """Join, or announce the newest view known; while we suspect it, it isn't confirmed."""
@@ -253,8 +300,8 @@ class Member:
                 self._announced(message.pending)
             case wire.Dropped():
                 self._dropped(message)
-            case wire.Part():
-                self._part(message)
+            case wire.Parts():
+                self._parts(message)
             case wire.Stats():
                 with self._news:
                     self._stats = message
@@ -316,11 +363,11 @@ class Member:
                 self.pending = pending
                 self._news.notify_all()
 
-    def _part(self, message: wire.Part) -> None:
+    def _parts(self, message: wire.Parts) -> None:
         with self._news:
             call = self._call
-            if call is not None and call.view == message.view and message.member in self.latest.members:
-                call.parts[message.member] = message.payload
+            if call is not None and call.view == message.view:
+                call.answer.add(message.chunk)
                 self._news.notify_all()
 
     # -- sending, on the keeper's thread ----------------------------------------------------------------------------

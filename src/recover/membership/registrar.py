@@ -20,15 +20,20 @@ and carries out what it puts into its outbox.
   - nobody can finish; and if all members that are silent are known to have died, nobody is waited for.
 * Facts (B, seed, versions, ...) must be those of the first rank registered. Ranks that have seen a view precede those
   that have not: a stranger that comes first after a restart can't shut the members out.
-* Late joiners are let in at once, by a view change.
+* Late joiners are let in with the fence, so that nobody stops for them: the view that will have them is announced, and
+  is the view once they say that they are in it. Who comes meanwhile is announced after that. A view that is issued for
+  another reason includes them all.
 """
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 from recover import events
-from recover.membership import wire
+from recover.membership import answers, wire
 from recover.membership.seats import Connection, Replica, Seat, difference, missing
+from recover.membership.standby import may_begin
 from recover.protocol.coordinator import Announcement, Answered, Coordinator, Pushed, PushedPending
 from recover.protocol.messages import NO_VIEW, Endpoint, View, ViewId
 
@@ -39,20 +44,27 @@ CLOSED = "its connection was closed"
 
 
 class Registrar:
-    """Ranks in and out of one run. `first` replicas of `ranks` ranks make the first view."""
+    """Ranks in and out of one run. `first` replicas of `ranks` ranks make the first view, their numbers are below `most`."""
 
-    def __init__(self, first: int, ranks: int, incarnation: int, sink: events.Log | None = None) -> None:
+    def __init__(self, first: int, ranks: int, incarnation: int, sink: events.Log | None = None,
+                 most: int | None = None) -> None:
         if ranks < 1:
             raise ValueError(f"a replica needs at least one rank, not {ranks}")
         self.core = Coordinator(first, incarnation)
-        self.ranks = ranks
+        self.ranks, self.most = ranks, most
         self.sink = sink or events.NullLog()
         self.replicas: dict[int, Replica] = {}
         self.where: dict[Connection, tuple[int, int]] = {}
         self.lifelines: dict[Connection, wire.Lifeline] = {}
+        self.pulses: dict[Connection, wire.Pulse] = {}
         self.asked: dict[int, Connection] = {}          # whose exchange of the present view is unanswered
         self.departed: set[Endpoint] = set()            # ranks lost while the view is being rebuilt
+        self.base: set[int] = set()                     # members of the last view whose exchange was completed, if not dead
+        self.vanished: dict[int, int] = {}              # (quorum) rank of each that ended after silence, not lost yet
+        self.doubtful: set[int] = set()                 # (quorum) silent, but not lost: too few would be left
+        self.quorum = False                             # another coordinator may take over: see `standby.py`
         self.settled = False                            # there is a view
+        self.known = False                              # some rank has announced a view (spares a look at every seat)
 
     @property
     def holding(self) -> bool:
@@ -125,6 +137,8 @@ class Registrar:
         me = f"replica {identity.replica} rank {identity.rank}"
         if identity.ranks != self.ranks or identity.rank >= self.ranks:
             return f"{me} says that a replica has {identity.ranks} ranks; in this run it has {self.ranks}", True
+        if self.most is not None and identity.replica >= self.most:
+            return f"{me}: this run has at most {self.most} replicas (--max-replicas), numbered from 0", True
         differs = self.disagreement(identity, member)
         if differs:
             return differs, True
@@ -138,10 +152,16 @@ class Registrar:
 
     def disagreement(self, identity: wire.Identity, member: bool) -> str:
         """The first fact in which the rank differs from the run; "" if none."""
-        seats = [(number, seat) for number, replica in self.replicas.items() for seat in replica.seats.values()]
-        members = [seat for number, seat in seats if seat.announcement or number in self.core.view.members]
-        before = members or ([] if member else [seat for _, seat in seats])
-        return difference(identity, before[0].identity) if before else ""
+        before: Seat | None = None
+        if self.known or self.core.view.members:
+            before = next((seat for number, seat in self.seats() if seat.announcement or number in self.core.view.members), None)
+        if before is None and not member:
+            before = next((seat for _, seat in self.seats()), None)
+        return difference(identity, before.identity) if before else ""
+
+    def seats(self) -> Iterator[tuple[int, Seat]]:
+        """All seats, with the numbers of their replicas."""
+        return ((number, seat) for number, replica in self.replicas.items() for seat in replica.seats.values())
 
     def register(self, seat: Seat) -> None:
         """Give the rank its seat; the same life's former connection is replaced."""
@@ -151,6 +171,8 @@ class Registrar:
         if old and old.connection is not connection:
             self.forget(old.connection)
         replica.seats[identity.rank] = seat
+        self.vanished.pop(identity.replica, None)
+        self.known = self.known or seat.announcement is not None
         self.where[connection] = identity.replica, identity.rank
         self.departed.discard(identity.endpoint)
         connection.send(wire.Welcome(self.core.incarnation))
@@ -175,7 +197,7 @@ class Registrar:
             log.info("replica %d joined", member)
             self.core.joined(member, replica.endpoints)
             if not self.holding:
-                self.core.admit()
+                self.core.announce_join()
         if self.holding:
             self.reconsider()
 
@@ -187,7 +209,7 @@ class Registrar:
 
     def reconsider(self) -> None:
         """While holding: who is a member of the newest view announced, and what does each say of it?"""
-        newest = self.newest()
+        newest = self.newest() if self.known else None
         if newest is None:
             return
         here = [(number, replica) for number, replica in self.replicas.items() if replica.complete]
@@ -222,10 +244,16 @@ class Registrar:
         if newest and all(self.departed.intersection(newest.endpoints[m]) for m in self.core.silent()):
             self.core.rebuild()
 
-    def grace_over(self) -> None:
-        """Members had their time to announce themselves."""
+    def grace_over(self) -> bool:
+        """Members had their time to announce themselves. False: they are too few to go on."""
+        newest = self.core.newest()
+        if self.quorum and newest is not None:
+            dead = [m for m in newest.members if self.departed.intersection(newest.endpoints[m])]
+            if not may_begin(set(newest.members) - self.core.silent(), newest.members, dead):
+                return False
         self.core.rebuild()
         self.deliver()
+        return True
 
     def rebuilt(self) -> None:
         """There is a view (again): turn out whoever has seen one but is not in it, and let joiners in."""
@@ -242,6 +270,8 @@ class Registrar:
     # -- going ------------------------------------------------------------------------------------------------------
     def gone(self, connection: Connection, cause: events.Cause, evidence: str) -> None:
         """A connection ended, fell silent or does not take what it is sent."""
+        if self.pulses.pop(connection, None) is not None:
+            return                                      # a helper ended: that proves nothing
         lifeline = self.lifelines.pop(connection, None)
         if lifeline is not None:
             if evidence == CLOSED:                      # anything else may be the network
@@ -258,6 +288,10 @@ class Registrar:
             if not replica.seats:
                 del self.replicas[member]
             return
+        if member in self.doubtful:                     # it may have gone on elsewhere before it ended
+            del self.where[connection]
+            self.vanished[member] = rank
+            return
         self.lose(member, rank, cause, evidence)
 
     def lifeline(self, connection: Connection, message: wire.Lifeline) -> None:
@@ -272,11 +306,13 @@ class Registrar:
             self.gone(seat.connection, "eof", "its lifeline ended")
 
     def release(self, replica: Replica) -> None:
-        """Its lifelines are not wanted any more."""
+        """Its lifelines and pulses are not wanted any more."""
         lives = {seat.identity.life for seat in replica.seats.values()}
-        for connection in [c for c, lifeline in self.lifelines.items() if lifeline.life in lives]:
-            del self.lifelines[connection]
-            connection.end()
+        beside: tuple[dict[Connection, Any], ...] = self.lifelines, self.pulses
+        for table in beside:
+            for connection in [c for c, said in table.items() if said.life in lives]:
+                del table[connection]
+                connection.end()
 
     def lose(self, member: int, rank: int, cause: events.Cause, evidence: str) -> None:
         replica, view = self.replicas[member], self.core.view
@@ -287,9 +323,12 @@ class Registrar:
         if inside or replica.known:
             self.sink.emit(events.REPLICA_LOST, severity="INFO" if planned else "WARN", view=view.id, lost=member,
                            cause=cause, noticed_by="coordinator", evidence=evidence, position=rank)
+        if cause != "heartbeat":
+            self.base.discard(member)
         if self.holding:
             self.departed.add(replica.seats[rank].identity.endpoint)
-        self.dismiss(member, f"rank {rank} of this replica was lost ({cause}: {evidence})", seen=inside)
+        again = cause == "heartbeat" or (not self.holding and bool(view.members))     # it may come back, and join
+        self.dismiss(member, f"rank {rank} of this replica was lost ({cause}: {evidence})", seen=inside or again)
         if self.holding:
             self.hasten()
             self.form()
@@ -303,6 +342,7 @@ class Registrar:
     def dismiss(self, member: int, reason: str, seen: bool = False) -> None:
         """A whole replica is out: end its connections. `seen`: it has seen a view."""
         replica = self.replicas.pop(member)
+        self.vanished.pop(member, None)
         self.asked.pop(member, None)
         self.release(replica)
         self.core.lost(member)
@@ -332,6 +372,11 @@ class Registrar:
         self.core.report(member, message.view, message.payload)
         self.deliver()
 
+    def hand(self, connection: Connection, message: wire.Hand) -> None:
+        """What a rank is computing, should it die of that."""
+        member, rank = self.where[connection]
+        self.core.hand(member, rank, message.name)
+
     def suspect(self, connection: Connection, message: wire.Suspect) -> None:
         """A collective failed somewhere, though perhaps nobody died."""
         if connection not in self.where:                # lost in the meantime: that made a new view
@@ -345,13 +390,15 @@ class Registrar:
                 seat.announcement = Announcement(seat.announcement.view, False)
                 self.reconsider()
             return self.deliver()
-        if self.replicas[member].belongs(member, self.core.view):
+        pending = self.core.pending                     # a joiner that could not get in by the fence gets in without it
+        if any(self.replicas[member].belongs(member, view) for view in (self.core.view, *([pending.view] if pending else []))):
             self.core.suspect(message.view)
         self.deliver()
 
     def entered(self, connection: Connection, message: wire.Entered) -> None:
         """A member has switched to the view announced with the fence."""
         self.core.entered(message.view)
+        self.core.announce_join()                       # who came meanwhile
         self.deliver()
 
     def finish(self, connection: Connection) -> None:
@@ -363,11 +410,17 @@ class Registrar:
             self.release(replica)
             self.core.finish(member)
             log.info("replica %d finished", member)
+            if self.over:                               # nobody is left who could let anyone in
+                self.core.pending = None
+                for late in [n for n in self.replicas if n not in self.core.view.members]:
+                    self.dismiss(late, "the run has finished")
             self.deliver()
 
     def leave(self, connection: Connection) -> None:
         """A replica goes, as agreed."""
         member, rank = self.where[connection]
+        for each in range(self.ranks):
+            self.core.hand(member, each, None)          # it goes by itself: nothing that it computed is to blame
         self.lose(member, rank, "leave", "it said so")
 
     # -- telling ----------------------------------------------------------------------------------------------------
@@ -403,7 +456,9 @@ class Registrar:
 
     def answer(self, output: Answered) -> None:
         """To whoever asked; who asks again (its connection broke) is answered again."""
-        frames = b"".join(wire.encode(wire.Part(output.view, m, payload)) for m, payload in output.payloads.items())
+        self.base = set(self.core.view.members)
+        chunks = list(answers.pack(output.payloads))
+        frames = b"".join(wire.encode(wire.Parts(output.view, chunk)) for chunk in chunks)
         asked, self.asked = self.asked, {}
         for connection in asked.values():
-            connection.write(frames, "Part", len(output.payloads))
+            connection.write(frames, "Parts", len(chunks))

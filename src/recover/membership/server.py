@@ -3,12 +3,16 @@
 Theory of operation
 -------------------
 * A stranger is one whose handshake or first message is still to come. It has `Timeouts.handshake` for both, and there
-  are at most `MAX_STRANGERS` of them: a further one displaces the oldest, so that idle ones can't keep members out.
+  are at most `MAX_STRANGERS` of them besides as many as the run has connections: all its ranks may come at once, and then
+  none may displace another. A further one displaces the oldest, so that idle ones can't keep members out.
 * A rank's end of stream, an offence, or a full queue towards it (it does not read) ends it at once.
 * Silence is judged by a clock of this loop, and only when the loop itself ran on time. After a pause (the process was
   stopped, the machine was busy) what has arrived meanwhile is read first, and judged a turn later.
+  What is then found of a rank is `liveness`'s to say.
 * A suspicion waits `SETTLE` before it makes a new view: the failure that caused it has most often ended a connection
   here too, and one new view is cheaper than two. A suspicion of a view that has passed does nothing.
+* A suspicion that names members which were not heard over data connections waits for a heartbeat's time: others report
+  theirs, and who is frozen is known to be. Then those go who are cut off from the others, by one rule for all.
 * While a view is rebuilt, the grace time runs from the first announcement.
 * A failure-free step calls nothing here. Heartbeats are answered, so that ranks notice a coordinator that is gone.
 """
@@ -16,21 +20,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import sys
 from collections import Counter
 from pathlib import Path
 
+from recover import events
 from recover.config import Timeouts
 from recover.errors import WireError
 from recover.membership import wire
+from recover.membership.address import show_address
 from recover.membership.connection import Connection
 from recover.membership.handshake import Greeter
+from recover.membership.lifeline import HOLDERS
 from recover.membership.registrar import CLOSED, Registrar
+from recover.membership.succession import Succession
+from recover.membership.watch import Watch
 
 log = logging.getLogger("recover.membership")
 
 MAX_STRANGERS = 1024
+PER_RANK = 1 + HOLDERS
+"""Connections of one rank: what it says goes over one, the others are lifelines."""
 SETTLE = 0.003
 REPORT = 5.0
 """Seconds between two lines about who is awaited; also the period of `MAX_COMPLAINTS`."""
@@ -41,26 +53,32 @@ MAX_COMPLAINTS = 50
 class Server:
     """Serves one run. `token` and `run_id` are what its ranks must prove to share."""
 
-    def __init__(self, registrar: Registrar, timeouts: Timeouts, token: bytes, run_id: str) -> None:
+    def __init__(self, registrar: Registrar, timeouts: Timeouts, token: bytes, run_id: str,
+                 others: Succession | None = None) -> None:
         self.registrar = registrar
         self.timeouts = timeouts
+        self._watched = Watch(registrar, timeouts)
         self.received: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self._token, self._run_id = token, run_id
+        self._others = others                           # who may act for the same run
         self._strangers: dict[Connection, asyncio.TimerHandle] = {}
+        self._room = MAX_STRANGERS + PER_RANK * registrar.core.first * registrar.ranks
         self._connections: set[Connection] = set()
         self._server: asyncio.Server | None = None
         self._watch: asyncio.Task[None] | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._begun = 0.0
         self._turned_away = 0
-        self._stopped = False
+        self._stopped = self._retired = False
 
     # -- life -------------------------------------------------------------------------------------------------------
     async def start(self, host: str, port: int) -> int:
         """Listen; the port that was bound. OSError if that is not possible."""
         loop = asyncio.get_running_loop()
         self._begun = loop.time()
+        if self._others is not None:
+            self._others.start(self._token, self._run_id, self.timeouts)
         self._server = await loop.create_server(self._accept, host or None, port, backlog=1024, reuse_address=True)
         self._watch = loop.create_task(self._keep_watch())
         return int(self._server.sockets[0].getsockname()[1])
@@ -71,6 +89,8 @@ class Server:
         assert self._watch is not None
         self._server.close()
         self._watch.cancel()
+        if self._others is not None:
+            self._others.stop()
         if self._grace:
             self._grace.cancel()
         for timer in self._strangers.values():
@@ -86,8 +106,8 @@ class Server:
     # -- strangers --------------------------------------------------------------------------------------------------
     def opened(self, connection: Connection) -> None:
         """A stranger connected."""
-        while len(self._strangers) >= MAX_STRANGERS:
-            self._turn_away(next(iter(self._strangers)), f"more than {MAX_STRANGERS} strangers at once")
+        while len(self._strangers) >= self._room:
+            self._turn_away(next(iter(self._strangers)), f"more than {self._room} strangers at once")
         self._connections.add(connection)
         self._strangers[connection] = asyncio.get_running_loop().call_later(
             self.timeouts.handshake, self._too_slow, connection)
@@ -114,8 +134,12 @@ class Server:
         match message:
             case wire.Heartbeat():
                 connection.send(wire.Heartbeat())
+                self._watched.heartbeat(connection, message, connection.last)
             case wire.StatsRequest():
                 connection.send(self.stats())
+            case wire.Join() | wire.Announce() | wire.Lifeline() | wire.Pulse() if not self.acting:
+                self._known(connection)
+                self._turn_down(connection, message)
             case wire.Join() | wire.Announce() if connection in self.registrar.where:
                 raise WireError("joined twice")
             case wire.Join() | wire.Announce() if message.identity.failure_timeout != self.timeouts.failure_timeout:
@@ -131,18 +155,78 @@ class Server:
             case wire.Lifeline():
                 self._known(connection)
                 self.registrar.lifeline(connection, message)
+            case wire.Pulse():
+                self._known(connection)
+                self.registrar.pulses[connection] = message
             case _ if connection not in self.registrar.where:
                 raise WireError(f"a {type(message).__name__} before it joined")
             case wire.Exchange():
                 self.registrar.exchange(connection, message)
             case wire.Suspect():
-                asyncio.get_running_loop().call_later(SETTLE, self.registrar.suspect, connection, message)
+                self._suspected(connection, message)
+            case wire.Hand():
+                self.registrar.hand(connection, message)
             case wire.Entered():
                 self.registrar.entered(connection, message)
             case wire.Finish():
                 self.registrar.finish(connection)
             case wire.Leave():
                 self.registrar.leave(connection)
+            case wire.Moved():
+                self._moved(message.incarnation)
+
+    # -- one of several coordinators --------------------------------------------------------------------------------
+    @property
+    def acting(self) -> bool:
+        """Not standing by, and not replaced."""
+        return not self._retired and not self._standing_by
+
+    @property
+    def _standing_by(self) -> bool:
+        return self._others is not None and self._others.standing_by
+
+    def _turn_down(self, connection: Connection, message: wire.FromRank) -> None:
+        if self._others is not None and isinstance(message, wire.Join | wire.Announce):
+            view = message.announcement.view if isinstance(message, wire.Announce) else None
+            self._others.asked(message.identity.replica, view)
+        reason = "this coordinator stands by" if self._standing_by else "this coordinator was replaced"
+        connection.send(wire.Refused(reason, False, True))
+        connection.end()
+
+    def _look_at_others(self) -> None:
+        """Begin to act if it is our turn; act no more if another does with more right."""
+        if self._others is None:
+            return
+        if not self._standing_by:
+            return self._moved(self._others.rival)
+        incarnation = self._others.turn()
+        if incarnation is None:
+            return
+        log.warning("no other coordinator acts: this one takes over, with incarnation %d", incarnation)
+        self.registrar.core.incarnation = incarnation
+        assert self._server is not None
+        self.registrar.sink.emit(events.COORDINATOR_START, incarnation=incarnation, pid=os.getpid(),
+                                 address=show_address(*self._server.sockets[0].getsockname()[:2]))
+
+    def _moved(self, incarnation: int) -> None:
+        if incarnation > self.registrar.core.incarnation and not self._retired:
+            log.error("a coordinator of incarnation %d has taken over: this one (%d) acts no more, end it", incarnation,
+                      self.registrar.core.incarnation)
+            self._retired = True
+            for connection in list(self.registrar.where):
+                self.registrar.forget(connection)
+
+    def _suspected(self, connection: Connection, message: wire.Suspect) -> None:
+        if not message.unheard:
+            asyncio.get_running_loop().call_later(SETTLE, self.registrar.suspect, connection, message)
+            return
+        self._watched.unheard(connection, message.unheard)
+        asyncio.get_running_loop().call_later(self.timeouts.heartbeat, self._cut, connection, message)
+
+    def _cut(self, connection: Connection, message: wire.Suspect) -> None:
+        if not self._stopped and self.acting:
+            self._watched.judge_cuts(asyncio.get_running_loop().time())
+            self.registrar.suspect(connection, message)
 
     def _refuse_timeout(self, connection: Connection, message: wire.Join | wire.Announce) -> None:
         theirs, ours = message.identity.failure_timeout, self.timeouts.failure_timeout
@@ -163,12 +247,13 @@ class Server:
 
     def closed(self, connection: Connection, error: Exception | None) -> None:
         """End of stream, or a broken connection."""
-        if self._stopped:                               # we closed it: nobody is lost
+        if self._stopped or self._retired:              # we closed it, or another keeps the membership: nobody is lost
             return
         if connection in self._strangers and not connection.authenticated:
             log.info("a stranger at %s went away before it proved anything", connection.address)
         self._known(connection)
         self._connections.discard(connection)
+        self._watched.forget(connection)
         self.registrar.gone(connection, "eof", str(error) if error else CLOSED)
 
     # -- time -------------------------------------------------------------------------------------------------------
@@ -184,9 +269,10 @@ class Server:
         if self._late(due):                             # members may be waiting to be read
             return self._arm_grace(self.timeouts.heartbeat)
         self._grace = None
-        if self.registrar.rebuilding:
+        if self.registrar.rebuilding and not self._retired:
             log.warning("not heard within the grace time: %s", ", ".join(self.registrar.missing()) or "nobody")
-            self.registrar.grace_over()
+            if not self.registrar.grace_over():
+                self._arm_grace(self.timeouts.grace)
 
     def _late(self, due: float) -> bool:
         return asyncio.get_running_loop().time() - due > self.timeouts.heartbeat
@@ -200,15 +286,12 @@ class Server:
             await asyncio.sleep(tick)
             if self._late(due):
                 continue
-            self._judge_silence(loop.time() - self.timeouts.silence)
+            self._look_at_others()
+            if self.acting:
+                self._watched.judge(loop.time())
             if loop.time() - said >= REPORT:
                 said = loop.time()
                 self._report()
-
-    def _judge_silence(self, since: float) -> None:
-        for connection in [c for c in self.registrar.where if isinstance(c, Connection) and c.last < since]:
-            if connection in self.registrar.where:      # a replica's other ranks go with the first
-                self.registrar.gone(connection, "heartbeat", f"nothing heard for {self.timeouts.silence:g} s")
 
     def _report(self) -> None:
         missing = self.registrar.missing()
@@ -225,7 +308,7 @@ class Server:
         return wire.Stats(received=dict(self.received), sent=dict(self.sent), resident=resident(),
                           incarnation=self.registrar.core.incarnation, view=view.id, members=view.members,
                           missing=self.registrar.missing()[:100],
-                          seconds=asyncio.get_running_loop().time() - self._begun)
+                          seconds=asyncio.get_running_loop().time() - self._begun, acting=self.acting)
 
 
 def resident() -> int:

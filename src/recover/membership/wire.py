@@ -8,7 +8,7 @@ particular no pickles. Every length has a limit:
 
 * a frame that announces more than `MAX_FRAME` is an offence at its fifth byte, before anything is buffered for it;
 * payloads, names, facts and texts have limits of their own, checked while decoding;
-* the answer to an exchange is one `Part` per member, so that no frame grows with the number of replicas but the view.
+* the answer to an exchange comes in `Parts` (`answers.py`), so that no frame grows with the number of replicas but the view.
 
 `Decoder.feed` buffers at most one incomplete frame. Whatever does not fit raises `WireError`; the connection is then of
 no more use, since the two sides need not agree on where the next frame begins.
@@ -58,9 +58,23 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     facts: Facts
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the training thread is at, for how long, and how long that may last (seconds); see `activity.py`.
+
+    Not `owes`: it waits for others.
+    """
+
+    phase: Name
+    owes: bool
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    limit: Annotated[float, msgspec.Meta(ge=0)]
+
+
 # -- either way -----------------------------------------------------------------------------------------------------
 class Heartbeat(Message, frozen=True):
-    """A sign of life, and the answer to one."""
+    """A sign of life, and the answer to one. From a rank that has begun to train: with what it is at."""
+
+    progress: Progress | None = None
 
 
 # -- from a rank ----------------------------------------------------------------------------------------------------
@@ -85,11 +99,21 @@ class Exchange(Message, frozen=True):
 
 
 class Suspect(Message, frozen=True):
-    """A collective of `view` failed here; `peer` is the member to blame where that is known."""
+    """A collective of `view` failed here; `peer` is the member to blame where that is known.
+
+    `unheard`: members that this rank itself does not reach or hear over their data connections.
+    """
 
     view: ViewId
     reason: Text
     peer: int | None
+    unheard: Annotated[tuple[Replica, ...], msgspec.Meta(max_length=MAX_REPLICAS)] = ()
+
+
+class Hand(Message, frozen=True):
+    """This rank begins to compute a microbatch that it took over from a dead replica (None: it is over that)."""
+
+    name: tuple[int, int] | None
 
 
 class Entered(Message, frozen=True):
@@ -106,8 +130,22 @@ class Leave(Message, frozen=True):
     """This replica goes, as agreed with the others."""
 
 
+class Moved(Message, frozen=True):
+    """This rank was welcomed by another coordinator, of that incarnation: the one that hears this acts no more."""
+
+    incarnation: int
+
+
 class Lifeline(Message, frozen=True):
     """This connection says nothing more; it ends with that life of the rank's process (see `lifeline.py`)."""
+
+    replica: Replica
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+    life: Name
+
+
+class Pulse(Message, frozen=True):
+    """That life of the rank's process runs, whatever its interpreter does; said again and again (see `pulse.py`)."""
 
     replica: Replica
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
@@ -126,10 +164,11 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The rank is not let in. Not `final`: what stands in its way may go away by itself."""
+    """The rank is not let in. Not `final`: what stands in its way may go away by itself. `standby`: another acts."""
 
     reason: Text
     final: bool
+    standby: bool = False
 
 
 class NewView(Message, frozen=True):
@@ -144,12 +183,11 @@ class NewPending(Message, frozen=True):
     pending: Pending
 
 
-class Part(Message, frozen=True):
-    """What `member` gave to the exchange of `view`; sent once all have given theirs."""
+class Parts(Message, frozen=True):
+    """What some members gave to the exchange of `view`, packed (`answers.py`); sent once all have given theirs."""
 
     view: ViewId
-    member: int
-    payload: Payload
+    chunk: Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME)]
 
 
 class Dropped(Message, frozen=True):
@@ -160,7 +198,7 @@ class Dropped(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """Messages by type since the coordinator started, its memory (bytes), and who is in."""
+    """Messages by type since the coordinator started, its memory (bytes), and who is in. Not `acting`: it stands by."""
 
     received: dict[str, int]
     sent: dict[str, int]
@@ -170,10 +208,12 @@ class Stats(Message, frozen=True):
     members: tuple[int, ...]
     missing: tuple[str, ...]
     seconds: float
+    acting: bool = True
 
 
-FromRank = Heartbeat | Join | Announce | Exchange | Suspect | Entered | Finish | Leave | StatsRequest | Lifeline
-FromCoordinator = Heartbeat | Welcome | Refused | NewView | NewPending | Part | Dropped | Stats
+FromRank = (Heartbeat | Join | Announce | Exchange | Suspect | Hand | Entered | Finish | Leave | StatsRequest | Lifeline | Pulse
+            | Moved)
+FromCoordinator = Heartbeat | Welcome | Refused | NewView | NewPending | Parts | Dropped | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _T = TypeVar("_T")

@@ -9,6 +9,7 @@ same place is checked.
 """
 from __future__ import annotations
 
+import copy
 import struct
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from recover.collectives.contract import Backend, Group
 from recover.config import Timeouts
 from recover.errors import PeerLost, ReplicaBroken
+from recover.protocol.catchup import Progress
 from recover.protocol.messages import Endpoint, Speed, View
 from recover.protocol.position import Status
 from recover.protocol.requests import Answer
@@ -31,8 +33,9 @@ NOTHING: Share = (0.0, 0.0, {}, {})
 
 KINDS: dict[str, Any] = {
     "turn": bool, "formed": tuple[bool, str], "began": bool, "exit": bool, "entered": bool, "status": Status,
-    "answer": Answer | None, "complete": tuple[bool, Speed, Share], "hash": str,
-    "found": tuple[str, list[str]], "used": list[str]}
+    "answer": Answer | None, "saved": tuple[str, str, int], "fenced": bool,
+    "offers": tuple[str, list[tuple[int, str]], list[str], str], "complete": tuple[bool, Speed, Share], "hash": str,
+    "found": tuple[str, list[str]], "used": list[str], "joining": Progress, "verified": bool}
 NAMES = list(KINDS)
 
 
@@ -44,6 +47,9 @@ class Agreement(Protocol):
 
     def revoke(self) -> None:
         """The replica is to leave: wake up whoever waits."""
+
+    def branch(self) -> Agreement:
+        """A second agreement with the same ranks, for another thread: its calls are counted by themselves. Only one."""
 
     def close(self, patience: float) -> None:
         """The orderly end: not before all have come this far, but after `patience` seconds at the latest."""
@@ -58,6 +64,9 @@ class Alone:
     def revoke(self) -> None:
         pass
 
+    def branch(self) -> Agreement:
+        return self
+
     def close(self, patience: float) -> None:
         pass
 
@@ -66,7 +75,7 @@ class Inner:
     """The agreement of a replica of several ranks. `backend` is one of its own: its group never changes."""
 
     def __init__(self, backend: Backend, rank: int, ranks: int, timeouts: Timeouts) -> None:
-        self.backend, self.calls = backend, 0
+        self.backend, self.calls, self.offset = backend, 0, 0
         endpoints: list[Any] = [None] * ranks
         dist.all_gather_object(endpoints, (backend.endpoint.host, backend.endpoint.port))
         view = View((0, 1), tuple(range(ranks)), {r: (Endpoint(*end),) for r, end in enumerate(endpoints)})
@@ -92,12 +101,17 @@ class Inner:
 
     def _gather(self, piece: int, payload: bytes) -> dict[int, bytes]:
         try:
-            return self.group.gather(self.calls << 16 | piece, payload).wait()
+            return self.group.gather(self.offset | self.calls << 16 | piece, payload).wait()
         except PeerLost as lost:
             raise ReplicaBroken(f"a rank of this replica is gone ({lost}); the others leave with it") from None
 
     def revoke(self) -> None:
         self.group.revoke()
+
+    def branch(self) -> Inner:
+        twin = copy.copy(self)
+        twin.calls, twin.offset = 0, 1 << 62
+        return twin
 
     def close(self, patience: float) -> None:
         if patience > 0:                                # whoever closes first would end the others' last agreement

@@ -13,15 +13,19 @@ during a failure-free step. Its rules (DESIGN 3.2):
   ask to join, it forms the first view.
 * A view that is announced with the fence (`pending`) is not a view yet: any change cancels it, and includes its joiner.
 
+* It remembers which microbatch, taken over from a dead replica, each rank is at (`hand`). A view names those at which two
+  replicas were lost (`blame`); what becomes of them is decided elsewhere.
+
 `outbox` collects what must be sent, oldest first; whoever drives the coordinator empties it.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
 
-from recover.protocol.messages import NO_VIEW, Endpoint, Pending, View, ViewId
+from recover.protocol.messages import NO_VIEW, Endpoint, Name, Pending, View, ViewId
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -53,6 +57,8 @@ class Answered(msgspec.Struct, frozen=True):
 
 Output = Pushed | PushedPending | Answered
 Endpoints = dict[int, tuple[Endpoint, ...]]
+KILLERS = 64
+"""Microbatches that took two replicas, the latest ones, that a view names."""
 
 
 class Coordinator:
@@ -71,6 +77,27 @@ class Coordinator:
         self.finished: set[int] = set()                     # left at the finish line: no casualty
         self.heard: dict[int, Announcement] | None = {}     # while there is no view: what members announced
         self.outbox: list[Output] = []
+        self.hands: dict[tuple[int, int], Name] = {}        # (member, rank) -> what it took over and is computing
+        self.deaths: Counter[Name] = Counter()              # replicas that died at it
+        self.killers: tuple[Name, ...] = ()
+
+    # -- microbatches that kill --------------------------------------------------------------------------------------
+    def hand(self, member: int, rank: int, name: Name | None) -> None:
+        """A rank begins to compute a microbatch that died with another replica (None: it is over that)."""
+        if name is None:
+            self.hands.pop((member, rank), None)
+        else:
+            self.hands[member, rank] = name
+
+    def blame(self, member: int) -> None:
+        """`member` is lost. What its ranks were computing may be the reason: certainly so when it happens twice."""
+        places = [place for place in self.hands if place[0] == member]
+        for name in sorted({self.hands.pop(place) for place in places}):
+            newest = max(step for step, _ in [name, *self.deaths])
+            self.deaths = Counter({each: n for each, n in self.deaths.items() if each[0] > newest - 4})     # older ones are over
+            self.deaths[name] += 1
+            if self.deaths[name] >= 2 and name not in self.killers:
+                self.killers = (*self.killers, name)[-KILLERS:]
 
     # -- membership -------------------------------------------------------------------------------------------------
     def joined(self, member: int, endpoints: tuple[Endpoint, ...]) -> None:
@@ -95,8 +122,11 @@ class Coordinator:
             self.change()
 
     def announce_join(self) -> None:
-        """Let the waiting joiners in with the fence: announce the view that will have them."""
+        """Let the waiting joiners in with the fence: announce the view that will have them. (Nobody is left: no fence.)"""
         if not self.waiting or self.pending or self.heard is not None:
+            return
+        if not self.endpoints():
+            self.change()
             return
         members = self.endpoints() | self.waiting
         self.waiting = {}
@@ -110,6 +140,7 @@ class Coordinator:
 
     def lost(self, member: int) -> None:
         """A member died, hung, left, or was never there."""
+        self.blame(member)
         self.waiting.pop(member, None)
         if self.heard is not None:
             self.heard.pop(member, None)
@@ -124,7 +155,7 @@ class Coordinator:
 
     def waive(self) -> None:
         """An exchange that waits for somebody who finished would wait for ever: it moves to a view without them."""
-        if self.box and self.finished & set(self.view.members) - self.box.keys():
+        if self.finished and self.box and self.finished & set(self.view.members) - self.box.keys():
             self.change()
 
     def suspect(self, view: ViewId) -> None:
@@ -138,7 +169,7 @@ class Coordinator:
         if self.heard is not None or view != self.view.id or member not in self.view.members:
             return
         self.box.setdefault(member, payload)
-        if self.box.keys() == set(self.view.members):
+        if len(self.box) == len(self.view.members):         # its keys are members: see above
             self.outbox.append(Answered(self.view.id, dict(self.box)))
         self.waive()
 
@@ -165,7 +196,7 @@ class Coordinator:
         if self.heard is None or newest is None:
             return
         heard, self.heard = self.heard, None
-        self.counter = self.first_number(newest)
+        self.counter, self.killers = self.first_number(newest), newest.killers
         if self.may_go_on(newest, heard):
             self.view = newest
             return
@@ -202,7 +233,8 @@ class Coordinator:
 
     def make(self, members: Endpoints, forming: bool = False) -> View:
         self.counter += 1
-        return View((self.incarnation, self.counter), tuple(sorted(members)), dict(sorted(members.items())), forming)
+        number = self.incarnation, self.counter
+        return View(number, tuple(sorted(members)), dict(sorted(members.items())), forming, self.killers)
 
     def issue(self, members: Endpoints, forming: bool = False) -> None:
         before, self.view = self.view, self.make(members, forming)

@@ -22,6 +22,10 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     port: int
 
 
+Name = tuple[int, int]
+"""A microbatch: (step, index)"""
+
+
 class View(msgspec.Struct, frozen=True):
     """A numbered membership. `endpoints[member][position]` says where its data connections are accepted."""
 
@@ -29,6 +33,7 @@ class View(msgspec.Struct, frozen=True):
     members: tuple[int, ...] = ()
     endpoints: dict[int, tuple[Endpoint, ...]] = {}
     forming: bool = False                           # the first view of the run: its members begin at step 0
+    killers: tuple[Name, ...] = ()                  # microbatches at which two replicas died, as far as is known
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -67,3 +72,4 @@ class Report(msgspec.Struct, frozen=True):
     buckets: tuple[tuple[int, int], ...] = ()       # per position: layout (0 as registered, 1 as learned), how many
     reduced: frozenset[Bucket] = frozenset()        # buckets of `step` that are whole here
     vectors: dict[int, Vector] = {}                 # step from which it holds -> vector
+    skipped: frozenset[Name] = frozenset()          # microbatches that a decision has put aside (see `decision`)

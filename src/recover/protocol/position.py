@@ -9,6 +9,9 @@ Theory of operation. `run()` alternates between two moves until the run is over:
 `attempt` gives up (False) at the first sign of trouble: a collective failed, or a newer view is known. Nothing is
 rolled back: what was computed and what was reduced stays, and the next `attempt` goes on from there.
 
+Whoever is told to go (`leave_asked`, at any position of the replica) makes trouble too, once: the recovery that follows
+hands back what it has not computed, and lets it go after the step at hand.
+
 State of the step at hand: `owes` and `shadow` (per step: what counts, what doesn't), `done`, `reduced` (buckets that are
 whole here). `fence` is the newest step whose fence is known to have succeeded; -1 stands for the first parameters, and
 -2 for "not even those are known to be everywhere". `vectors` maps a step to what the fences say from it on.
@@ -22,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from recover.errors import Diverged
-from recover.protocol.decision import Decision, Job, decide
-from recover.protocol.messages import NO_VIEW, Pending, Report, Speed, Vector, View
+from recover.protocol.decision import Decision, Ending, Job, decide
+from recover.protocol.messages import NO_VIEW, Name, Pending, Report, Speed, Vector, View
 from recover.protocol.requests import (
     Agree,
     Answer,
@@ -38,9 +41,11 @@ from recover.protocol.requests import (
     Exchange,
     Fenced,
     Form,
+    Formed,
     Forward,
     Halt,
     Outcome,
+    Pause,
     PostFence,
     Reduce,
     Reform,
@@ -61,6 +66,7 @@ class Status:
     buckets: tuple[int, int]
     formed: bool
     vectors: dict[int, Vector]
+    leaving: bool
 
 
 class Position:
@@ -81,10 +87,14 @@ class Position:
         self.shadow: dict[int, set[int]] = {}
         self.done: set[int] = set()
         self.extra: set[tuple[int, int]] = set()            # (step, index) taken over from the dead
+        self.skipped: frozenset[Name] = frozenset()         # put aside by a decision
         self.reduced: set[int] = set()
         self.begun = -1
-        self.leave_asked = False
+        self.leave_asked = False                            # whoever drives this says so, at any time
+        self.leave_said = False                             # the others have been told
         self.leave_after: int | None = None
+        self.ending: Ending = ""                            # why all go, if they do
+        self.pause_at: int | None = None                    # the step that waits for more members
         self.trouble = True                                 # the first view is found like any other: by a recovery
         self.clean = False
         self.over = False
@@ -102,42 +112,72 @@ class Position:
             self.pending = pending
 
     def disturbed(self) -> bool:
-        return self.trouble or self.latest > self.view.id
+        return self.trouble or self.latest > self.view.id or self.wants_out()
+
+    def wants_out(self) -> bool:
+        """Told to go, and the others don't know it yet."""
+        return self.leave_asked and not self.leave_said
 
     @property
     def formed(self) -> bool:
         return self.fence >= -1
 
+    @property
+    def catching_up(self) -> bool:
+        """In the view, but without the parameters: a joiner that is not level yet."""
+        return self.step is not None and self.formed and not self.level
+
+    def givers(self, step: int | None = None) -> tuple[int, ...]:
+        """Members with a quota by the newest vector known, or by the one for `step`: they hold the parameters."""
+        known = [s for s in self.vectors if step is None or s <= step]
+        vector = self.vectors[max(known)] if known else {}
+        return tuple(m for m in self.view.members if vector.get(m))
+
     # -- the run ----------------------------------------------------------------------------------------------------
     def run(self) -> Generator[Any, Any, None]:
         well = False
         while not self.over:
-            well = (yield from self.attempt()) if well else (yield from self.recover())
+            if well and self.paused():
+                yield Pause(self.view.id)
+                well = False
+            else:
+                well = (yield from self.attempt()) if well else (yield from self.recover())
+
+    def paused(self) -> bool:
+        """`floor`: no step is begun, or gone on with, by fewer members than the job wants. (They do form: where the run begins
+        is where it ends, for a checkpoint of its last step.)"""
+        return self.formed and self.pause_at is not None and self.step == self.pause_at and not self.leaves(self.step)
+
+    def leaves(self, step: int) -> bool:
+        return self.leave_after is not None and step > self.leave_after
 
     # -- a step -----------------------------------------------------------------------------------------------------
     def plan(self, step: int) -> None:
         if step not in self.owes:
             vector = self.vectors[max(s for s in self.vectors if s <= step)]
             plan = self.job.policy.plan(vector, step, self.job.total)
-            self.owes[step], self.shadow[step] = set(plan.work.get(self.me, ())), set(plan.shadow.get(self.me, ()))
+            skipped = self.job.skipped(step, self.skipped)
+            self.owes[step] = set(plan.work.get(self.me, ())) - skipped
+            self.shadow[step] = set(plan.shadow.get(self.me, ())) - skipped
 
     def attempt(self) -> Moves:
         """Take the step at hand as far as it goes; False: recover."""
-        if not self.formed and not (yield from self.form()):
-            return False
+        if self.ends_unformed():
+            return (yield from self.exit(not self.trouble))
+        if not self.formed:
+            return (yield from self.form())
         assert self.step is not None
         step = self.step
         if not self.trouble and self.fence < step - 1 and self.waits_early(step):
             self.trouble = not (yield from self.pass_fence(step - 1))
-        leaving = step == self.job.steps or (self.leave_after is not None and step > self.leave_after)
+        leaving = step == self.job.steps or self.leaves(step)
         if step < self.job.steps and not leaving and not (yield from self.compute(step)):
             return False
         ok = not self.trouble
         if ok and self.fence < step - 1 and self.fenced_launch(leaving):
             ok = yield from self.pass_fence(step - 1)
         if leaving:
-            self.over = all((yield Agree("exit", ok)))
-            return self.over
+            return (yield from self.exit(ok))
         if ok and step in self.switch:
             ok = yield from self.enter_pending(self.switch.pop(step))
         if ok:
@@ -147,16 +187,37 @@ class Position:
             ok = outcome.ok
         return (yield from self.complete(step, ok))
 
+    def ends_unformed(self) -> bool:
+        """`unbegun`: a job that ends before it has formed ends at once: forming would teach only some where it begins."""
+        return bool(self.ending) and not self.formed
+
+    def exit(self, ok: bool) -> Moves:
+        self.over = all((yield Agree("exit", ok)))
+        return self.over
+
     def form(self) -> Moves:
-        """Take over the first parameters, and know that everyone has: the fence of "step -1"."""
-        assert self.step == 0 and not self.done, "nothing is computed before the first parameters are everywhere"
-        ok = False
+        """Take over the first parameters, and know that everyone has: the fence of the step before the first (-1, or that
+        of the checkpoint). Whoever passes it proves that every member has formed, hence knows the first step."""
+        assert not self.done, "nothing is computed before the first parameters are everywhere"
+        formed: Formed | None = None
         if not self.trouble:
-            ok = yield Form(min(self.view.members))
-        if not all((yield Agree("formed", ok))):
+            formed = yield Form(min(self.view.members))
+        if not all((yield Agree("formed", formed is not None))):
             return False
-        ok = yield from self.pass_fence(-1)
+        assert formed is not None
+        self.begin_at(formed.start, formed.buckets)
+        ok = yield from self.pass_fence(formed.start - 1)
         return all((yield Agree("began", ok)))
+
+    def begin_at(self, start: int, buckets: int) -> None:
+        """`start`: a resumed run begins where its checkpoint ends, with buckets laid out as step 0 taught."""
+        self.step, self.buckets, self.layout = start, buckets, min(start, 1)
+        self.leave_after = self.counted_from(start, self.leave_after)
+        self.pause_at = self.counted_from(start, self.pause_at) if start < self.job.steps else None
+
+    def counted_from(self, start: int, step: int | None) -> int | None:
+        """`first`: what was decided while nobody knew the first step holds for the first step, whichever it is."""
+        return None if step is None else start
 
     def waits_early(self, step: int) -> bool:
         """Step 1 lays out its buckets as learned in step 0, which takes over the buffers that peers may still need."""
@@ -171,14 +232,22 @@ class Position:
         if self.begun != step:
             self.begun = step
             yield Begin(step, frozenset(self.owes[step]), frozenset(self.shadow[step]))
+        if not work and any((yield from self.turn())):      # a spare is told to go, too
+            return False
         while work - self.done:
             if any((yield from self.turn())):
                 return False
-            chunk = tuple(sorted(work - self.done)[:self.chunk])
-            last = set(chunk) == work - self.done and not self.shadow[step] and step not in self.switch
-            yield Compute(step, chunk, last, sum((step, index) in self.extra for index in chunk))
+            chunk, taken_over = self.next_chunk(step, sorted(work - self.done))
+            last = set(chunk) == work - self.done and not self.shadow[step] and step not in self.switch and not taken_over
+            yield Compute(step, chunk, last, taken_over)
             self.done.update(chunk)
         return True
+
+    def next_chunk(self, step: int, left: list[int]) -> tuple[tuple[int, ...], int]:
+        """What to compute next, and how much of it was taken over from the dead: last, one by one, and nothing is launched
+        before it is over, so that whoever dies of it has told of one microbatch, which is in no bucket."""
+        own = [index for index in left if (step, index) not in self.extra]
+        return (tuple(own[:self.chunk]), 0) if own else (tuple(left[:1]), 1)
 
     def turn(self) -> Generator[Any, Any, list[bool]]:
         """`turn`: positions of a replica act as one, and any one can stop all."""
@@ -256,11 +325,12 @@ class Position:
     def recover(self) -> Moves:
         """Report, decide, confirm, forward. False: not there yet, recover again."""
         self.clean = False
-        if self.trouble and NO_VIEW < self.view.id >= self.latest:
+        if (self.trouble or self.wants_out()) and NO_VIEW < self.view.id >= self.latest:
             yield Suspect(self.view.id)
         self.reduced |= yield Halt(self.step)
         parts: list[Status] = yield Agree("status", Status(self.step, frozenset(self.reduced), (self.layout, self.buckets),
-                                                           self.formed, dict(self.vectors)))
+                                                           self.formed, dict(self.vectors), self.leave_asked))
+        self.leave_asked = self.leave_said = any(part.leaving for part in parts)
         answer: Answer | None = None
         if self.position == 0:
             answer = yield Exchange(self.view.id, self.report(parts))
@@ -268,10 +338,12 @@ class Position:
         assert answer is not None
         self.view, self.posted = answer.view, -2
         self.latest = max(self.latest, self.view.id)
+        if answer.reports is None:
+            self.step, self.level = None, False             # whoever is let in by the fence was not in the run
         self.trouble = not (yield Reform(self.view))
         if answer.reports is None:
             return (yield from self.let_in())
-        decision = decide(self.view.members, answer.reports, self.job)
+        decision = decide(self.view.members, answer.reports, self.job, self.view.killers)
         if decision is None:
             self.over = True
             return False
@@ -295,7 +367,7 @@ class Position:
         reduced = frozenset((p, b) for p, part in enumerate(parts) for b in part.reduced)
         return Report(step=self.step, level=self.level, leaving=self.leave_asked, fresh=self.view.id == NO_VIEW, formed=formed,
                       owes=owes, shadow=shadow, buckets=tuple(part.buckets for part in parts), reduced=reduced,
-                      vectors={s: v for part in parts for s, v in part.vectors.items()})
+                      vectors={s: v for part in parts for s, v in part.vectors.items()}, skipped=self.skipped)
 
     def handed_back(self, step: int) -> frozenset[int]:
         """`handback`: a leaver reports as its work only what it has done; the rest is lost, and shared out."""
@@ -335,9 +407,11 @@ class Position:
 
     def apply(self, decision: Decision, report: Report) -> None:
         """Take over a decision: what is owed, the vectors in force, and which fences it stands for."""
-        self.switch, self.pending = {}, None
+        self.switch, self.pending, self.skipped = {}, None, decision.skipped
+        self.leave_after, self.ending = decision.last(self.me), decision.ending
+        self.pause_at = decision.high if decision.paused else None
         if not decision.formed:
-            self.step, self.level, self.decided = 0, True, -1
+            self.step, self.level, self.decided = 0, True, -1     # until formed, nobody knows the first step
             self.vectors, self.owes, self.shadow = {0: decision.vector}, {}, {}
             return
         if report.step is None or report.fresh:
@@ -351,7 +425,6 @@ class Position:
         self.vectors = {s: v for s, v in self.vectors.items() if s <= high} | {high + 1: decision.vector}
         self.decided = high
         self.fence = max(self.fence, self.proven(decision.low))
-        self.leave_after = high if self.me in decision.leaving else None
         extra = set(decision.extra.get(self.me, ()))
         self.owes[high] = self.owes.get(high, set()) | extra
         self.shadow.setdefault(high, set())

@@ -49,9 +49,21 @@ class Agree:
 
 @dataclass(frozen=True)
 class Form:
-    """Take over the first parameters from `root` (its same position). Answer: True, or False (failed)."""
+    """Find out at which step the run begins, and take over the first parameters from `root` (its same position).
+
+    Answer: `Formed`, or None (failed).
+    """
 
     root: int
+
+
+@dataclass(frozen=True)
+class Formed:
+    """The first parameters are here: those after `start` steps (0 unless a checkpoint was resumed, the same for all members
+    of the view), and how many buckets their layout has."""
+
+    start: int
+    buckets: int
 
 
 @dataclass(frozen=True)
@@ -195,5 +207,16 @@ class Suspect:
     view: ViewId
 
 
+@dataclass(frozen=True)
+class Pause:
+    """Too few members: wait for a view newer than `view`, or until this position is told to go. Answer: None.
+
+    A joiner that was announced with the fence must be let in by a view change (`Suspect`): no fence will come.
+    """
+
+    view: ViewId
+
+
 __all__ = ["Agree", "Answer", "AwaitFence", "Begin", "Commit", "Compute", "Confirm", "Decided", "Enter", "Entered", "Exchange",
-           "Fenced", "Form", "Forward", "Halt", "Outcome", "PostFence", "Reduce", "Reform", "Relayout", "Suspect"]
+           "Fenced", "Form", "Formed", "Forward", "Halt", "Outcome", "Pause", "PostFence", "Reduce", "Reform", "Relayout",
+           "Suspect"]

@@ -8,11 +8,17 @@ Receipts are read from every event file of a directory and checked, first each f
     chain    every receipt follows the one before it in its file, and its digest fits: nothing altered, missing,
              inserted or reordered. Digests made with a key are checked with that key
     steps    the steps of a file have no gap, and reach the step that its `run.end` claims; whoever contributed to step
-             t was still there two steps before and has a receipt of it (the last receipts of a casualty may be lost)
-    I1       `who` names exactly one member for each of the B microbatches. A member that is gone may have contributed
+             t was still there two steps before and has a receipt of it (the last receipts of a casualty may be lost).
+             A joiner's receipts begin where it caught up; it contributes only after two whole steps in the view
+    I1       `who` names exactly one member for each of the B microbatches, but for those that the receipt calls skipped (the
+             one lawful departure from B; `tables` counts them). A member that is gone may have contributed
              before it died, hence outside `members`; within one view nobody but its members does
     I2       `who`, divisor, loss (to the bit) and bucket checksums of a step agree over all replicas
     I5       so do the hashes of the state
+
+A run that was resumed from a checkpoint under the same identity has several *attempts*, which may have made the same steps:
+each is checked by itself. It must begin where its checkpoint ends; and where both say the hash of the state at that point,
+the earlier attempt (or run) that the checkpoint came from must have said the same (I5).
 
 Receipts are published after the fence of their step, which proves that every member has the same sums: so a casualty's
 last receipt must agree with the survivors' too. Different positions of a replica hold different shards: ranks are
@@ -30,7 +36,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from recover.events import RECEIPT, RUN_END, RUN_START, VIEW_NEW, BadLine, Line, Receipt, files, loss_bits, read, verify
+from recover.events import (
+    RECEIPT,
+    RUN_END,
+    RUN_RESUMED,
+    RUN_START,
+    VIEW_NEW,
+    BadLine,
+    Line,
+    Receipt,
+    files,
+    loss_bits,
+    read,
+    verify,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,6 +92,7 @@ class Source:
     rank: int
     items: list[Item] = field(default_factory=list)
     end: tuple[int, dict[str, Any]] | None = None       # line number and attributes of `run.end`
+    start: tuple[int, int, str | None] | None = None    # line number of `run.resumed`, steps done then, hash of the state
 
 
 @dataclass
@@ -80,6 +100,7 @@ class Run:
     """What a directory holds of one run."""
 
     run_id: str
+    attempt: str = ""                                   # of its starts: the word of `run.resumed`
     microbatches: int | None = None                     # B, from `run.start`, else from the first receipt
     known: set[int] = field(default_factory=set)        # whoever was a member or a replica at some time
     sources: dict[Path, Source] = field(default_factory=dict)
@@ -117,6 +138,7 @@ def audit(directory: Path | str, key: bytes = b"") -> Result:
     offences: list[Offence] = []
     for path in files(directory):
         offences += _load(path, runs)
+    offences += _resumed(list(runs.values()))
     for run in runs.values():
         offences += _chains(run, key)
         for check in (_contents, _steps, _witnesses, _agreement):
@@ -133,13 +155,30 @@ def _load(path: Path, runs: dict[str, Run]) -> list[Offence]:
     offences: list[Offence] = []
     try:
         for entry in read(path):
-            run = runs.setdefault(entry.line.run_id, Run(entry.line.run_id))
-            offences += _take(path, entry.number, entry.line, run)
+            line = entry.line
+            if line.event == RUN_RESUMED:
+                _attempt(path, line, runs)
+            run = next((run for run in runs.values() if run.run_id == line.run_id and path in run.sources), None)
+            run = run or runs.setdefault(line.run_id, Run(line.run_id))
+            offences += _take(path, entry.number, line, run)
     except BadLine as bad:
         offences.append(Offence(-1, path.name, bad.number, "format", bad.reason))
     except OSError as error:
         offences.append(Offence(-1, path.name, 0, "format", str(error)))
     return offences
+
+
+def _attempt(path: Path, line: Line, runs: dict[str, Run]) -> None:
+    """What follows in this file belongs to an attempt of the run: its file is that one's from the beginning."""
+    attempt = str(line.attributes.get("attempt"))
+    before = runs.get(line.run_id, Run(line.run_id))
+    run = runs.setdefault(f"{line.run_id} {attempt}", Run(line.run_id, attempt, before.microbatches))
+    source = before.sources.pop(path, None)
+    if source is not None:
+        run.known.add(source.replica)
+        run.sources[path] = source
+    if not before.sources:
+        runs.pop(line.run_id, None)
 
 
 def _take(path: Path, number: int, line: Line, run: Run) -> list[Offence]:
@@ -154,6 +193,8 @@ def _take(path: Path, number: int, line: Line, run: Run) -> list[Offence]:
         run.known.update(member for member in members or () if isinstance(member, int))
     elif line.event == RUN_START and isinstance(line.attributes.get("microbatches"), int):
         run.microbatches = run.microbatches or line.attributes["microbatches"]
+    elif line.event == RUN_RESUMED:
+        source.start = number, int(line.attributes.get("steps", 0)), line.attributes.get("state_hash")
     elif line.event == RUN_END:
         source.end = (number, line.attributes)
     elif line.event == RECEIPT:
@@ -209,8 +250,11 @@ def _content(item: Item, total: int, known: set[int], before: Receipt | None) ->
     if len(receipt.who) != total:
         yield item.offence("I1", f"{len(receipt.who)} contributions instead of {total}")
     same_view = before is not None and before.view == receipt.view
+    skipped = set(receipt.skipped or ())
     for index, member in enumerate(receipt.who):
-        if member == -1 and not receipt.policy_constant:
+        if index in skipped and member != -1:
+            yield item.offence("I1", f"microbatch {index} comes from {member}, but was skipped")
+        if member == -1 and (index in skipped or not receipt.policy_constant):
             continue
         if member == -1:
             yield item.offence("I1", f"nobody contributed microbatch {index}")
@@ -219,7 +263,8 @@ def _content(item: Item, total: int, known: set[int], before: Receipt | None) ->
         elif same_view and member not in receipt.members:
             yield item.offence("I4", f"microbatch {index} comes from {member}, who is not in this view, "
                                      f"and the step before was committed in the same view")
-    if not (math.isfinite(receipt.divisor) and receipt.divisor > 0):
+    nothing = receipt.divisor == 0 and skipped == set(range(total))
+    if not (math.isfinite(receipt.divisor) and receipt.divisor > 0) and not nothing:
         yield item.offence("I1", f"divisor {receipt.divisor}")
     if receipt.loss is not None and loss_bits(receipt.loss) != receipt.loss_bits:
         yield item.offence("format", f"loss {receipt.loss} and its bits {receipt.loss_bits} differ")
@@ -227,6 +272,9 @@ def _content(item: Item, total: int, known: set[int], before: Receipt | None) ->
 
 def _steps(run: Run) -> Iterator[Offence]:
     for source in run.sources.values():
+        if source.start is not None and source.items and source.items[0].receipt.step != source.start[1]:
+            yield source.items[0].offence("steps", f"the run was resumed after {source.start[1]} steps, but this is its first "
+                                                   "receipt")
         for before, item in zip(source.items, source.items[1:], strict=False):
             expected = before.receipt.step + 1
             if item.receipt.step != expected:
@@ -238,7 +286,8 @@ def _ending(source: Source) -> Iterator[Offence]:
     if source.end is None or source.end[1].get("status") != "finished":
         return
     number, attributes = source.end
-    claimed, last = attributes.get("last_step"), source.items[-1].receipt.step if source.items else None
+    first = source.start[1] - 1 if source.start is not None and source.start[1] else None
+    claimed, last = attributes.get("last_step"), source.items[-1].receipt.step if source.items else first
     if isinstance(claimed, int) and claimed != last:
         yield Offence(claimed, source.path.name, number, "steps", f"the run ended with step {claimed}, but the last "
                                                                   f"receipt here is of {last}")
@@ -246,15 +295,39 @@ def _ending(source: Source) -> Iterator[Offence]:
 
 # ---------------------------------------------------------------- files against each other
 
+def _resumed(runs: Sequence[Run]) -> Iterator[Offence]:
+    """I5 across a resume: the state that was put back is one that some replica had said to have, if any said so."""
+    said: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for item in (item for run in runs for item in run.items()):
+        if item.receipt.state_hash:
+            said[item.receipt.step, item.rank].add(item.receipt.state_hash)
+    for source in (source for run in runs for source in run.sources.values()):
+        if source.start is None or source.start[2] is None:
+            continue
+        number, steps, digest = source.start
+        known = said.get((steps - 1, source.rank), set())
+        if known and digest not in known:
+            yield Offence(steps - 1, source.path.name, number, "I5", f"resumed after {steps} steps with the state {digest}, but "
+                                                                     f"the receipts of that step say {', '.join(sorted(known))}")
+
+
 def _witnesses(run: Run) -> Iterator[Offence]:
-    """Whoever contributed to step t must have a receipt of t-2, if it was a member then."""
+    """Whoever contributed to step t was a member two steps before, and has a receipt of that."""
     present = {(item.receipt.step, item.replica) for item in run.items()}
     members: dict[int, set[int]] = {}
     for item in run.items():
         members.setdefault(item.receipt.step, set(item.receipt.members)).intersection_update(item.receipt.members)
+    seen: dict[int, set[int]] = {}
+    for item in run.items():
+        seen.setdefault(item.receipt.step, set()).update(item.receipt.members)
     accused: set[tuple[int, int]] = set()
     for item in run.items():
         step = item.receipt.step - 2
+        for member in set(item.receipt.who) - seen.get(step, set(item.receipt.who)) - {-1}:
+            if (step, member) not in accused:
+                accused.add((step, member))
+                yield item.offence("steps", f"replica {member} contributed to step {step + 2}, but it was not in the view of "
+                                            f"step {step} yet: a joiner can't be level so soon")
         for member in set(item.receipt.who) & members.get(step, set()):
             if (step, member) not in present and (step, member) not in accused:
                 accused.add((step, member))
@@ -265,6 +338,7 @@ def _witnesses(run: Run) -> Iterator[Offence]:
 Aspect = tuple[str, str, Callable[[Receipt], Any]]
 ASPECTS: tuple[Aspect, ...] = (
     ("I1", "who contributed what", lambda receipt: receipt.who),
+    ("I1", "what was skipped", lambda receipt: receipt.skipped or ()),
     ("I1", "the divisor", lambda receipt: receipt.divisor),
     ("I1", "whether the policy keeps the batch", lambda receipt: receipt.policy_constant),
     ("I2", "the loss", lambda receipt: receipt.loss_bits),
@@ -299,20 +373,28 @@ def _compare(group: Sequence[Item], aspect: Aspect) -> Iterable[Offence]:
 # ---------------------------------------------------------------- for people
 
 def tables(result: Result) -> Iterator[Table]:
-    """One rich table per run: what each rank's receipts cover."""
+    """One rich table per run: what each rank's receipts cover, and what each replica contributed by anyone's receipts.
+
+    A casualty has no receipt of the last step that it contributed to; its peers have, so that the column adds up.
+    """
     from rich.table import Table
 
     for run in result.runs:
-        table = Table("replica", "rank", "receipts", "steps", "contributed", "state", title=f"run {run.run_id}, "
-                      f"{run.microbatches} microbatches per step")
+        name = f"{run.run_id}, attempt {run.attempt}" if run.attempt else run.run_id
+        steps = {item.receipt.step: item.receipt.who for item in run.items()}
+        contributed = Counter(member for who in steps.values() for member in who)
+        table = Table("replica", "rank", "receipts", "steps", "contributed", "skipped", "state", title=f"run {name}, "
+                      f"{run.microbatches} microbatches per step",
+                      caption=f"contributed: by all receipts, once per replica; {len(steps)} steps have "
+                              f"{sum(map(len, steps.values()))} microbatches")
         for source in sorted(run.sources.values(), key=lambda source: (source.replica, source.rank)):
-            table.add_row(*_row(source))
+            table.add_row(*_row(source, str(contributed.pop(source.replica, ""))))
         yield table
 
 
-def _row(source: Source) -> tuple[str, ...]:
+def _row(source: Source, done: str) -> tuple[str, ...]:
     receipts = [item.receipt for item in source.items]
-    done = sum(receipt.who.count(source.replica) for receipt in receipts)
     steps = f"{receipts[0].step} to {receipts[-1].step}" if receipts else "none"
     state = next((receipt.state_hash for receipt in reversed(receipts) if receipt.state_hash), "")
-    return str(source.replica), str(source.rank), str(len(receipts)), steps, str(done), (state or "")[:16]
+    skipped = sum(len(receipt.skipped or ()) for receipt in receipts)
+    return str(source.replica), str(source.rank), str(len(receipts)), steps, done, str(skipped), (state or "")[:16]

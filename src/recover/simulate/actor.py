@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any
 
+from recover.errors import Stopped
 from recover.protocol import requests as ask
 from recover.protocol.coordinator import Announcement
 from recover.protocol.messages import NO_VIEW, View, ViewId
@@ -17,21 +18,29 @@ Outcomes = Generator[None, None, ask.Outcome]
 
 REQUESTS = (ask.Begin, ask.Relayout, ask.Compute, ask.Agree, ask.Form, ask.PostFence, ask.AwaitFence, ask.Reduce, ask.Commit,
             ask.Fenced, ask.Halt, ask.Exchange, ask.Reform, ask.Confirm, ask.Enter, ask.Entered, ask.Forward, ask.Decided,
-            ask.Suspect)
+            ask.Suspect, ask.Pause)
 
 
 class Evicted(Exception):
     """The others went on without this one."""
 
 
+class Died(Exception):
+    """This one computed a microbatch that kills."""
+
+
 class Actor:
-    """Position 0 leads: it speaks with the coordinator. `p` is the position; `joining`: it was not there at the start."""
+    """Position 0 leads: it speaks with the coordinator. `p` is the position; `joining`: it was not there at the start.
+
+    A joiner can't know that: half of them take themselves for first members till they hear otherwise, as all processes do.
+    """
 
     def __init__(self, world: World, me: int, p: int, joining: bool = False,
                  position: Callable[..., Position] = Position) -> None:
         self.world, self.me, self.p, self.random = world, me, p, world.random
-        self.position = position(world.job, me, p, world.buckets, first=not joining)
-        self.position.chunk = world.chunk
+        self.joining = joining
+        self.position = position(world.job, me, p, world.buckets, first=not joining or me % 2 == 0)
+        self.position.chunk, self.position.speed = world.chunk, world.speed(me, -1)
         self.calls = 0
         self.sums: dict[int, Sum] = {}                      # reduced buckets of the step at hand
         self.held: tuple[int, dict[int, Sum]] = (-1, {})    # the same of the step before, until its fence
@@ -49,20 +58,27 @@ class Actor:
                 answer = yield from self.answers[type(request)](request)
         except StopIteration:
             self.end()
-        except Evicted:
+        except (Evicted, Died):
             pass
+        except Stopped as stopped:                          # a joiner that the others left behind
+            check(any(self.world.endings.values()), "I3: stopped without a reason", self.me, stopped)
 
     def end(self) -> None:
         world, step = self.world, self.position.step
-        if step is not None:
+        if step is not None and not self.outside():
             world.finished.add(self.me)
             world.entry.setdefault(self.me, step)
             world.last[self.me] = step
+            world.endings[self.me] = self.position.ending if step < world.job.steps else ""
             if step == world.job.steps:
                 world.final = set(self.view.members)
                 if self.p == 0 and world.up:
                     world.coordinator.finish(self.me)
                     world.deliver()
+
+    def outside(self) -> bool:
+        """A joiner that is in no view yet, or lost the one that was to let it in."""
+        return self.position.step is None or (self.joining and self.view.id == NO_VIEW)
 
     @property
     def view(self) -> View:
@@ -76,7 +92,7 @@ class Actor:
             return
         if world.rebuilding():
             self.announce()
-        elif self.position.step is None:
+        elif self.outside():
             if self.p == 0 and self.me not in c.view.members and self.me not in c.waiting and not self.pending_has_me():
                 c.joined(self.me, world.endpoints(self.me))
                 world.deliver()
@@ -119,13 +135,13 @@ class Actor:
         return op
 
     def disturbed(self) -> bool:
-        return self.position.latest > self.view.id or (self.position.step is None and self.stale())
+        return self.position.latest > self.view.id or (self.outside() and self.stale())
 
     def stale(self) -> bool:
-        """The view that was to let this joiner in is no longer announced."""
+        """The view that was to let this joiner in is neither announced nor, by now, in force (others may be announced on it)."""
         c = self.world.coordinator
         announced = c.pending.view.id if c.pending else c.view.id
-        return self.world.up and not self.world.rebuilding() and announced != self.view.id
+        return self.world.up and not self.world.rebuilding() and self.view.id not in (announced, c.view.id)
 
     def wait(self, op: Op) -> Steps:
         """Until the collective has succeeded (everyone's values) or failed (None) for this position."""
@@ -180,6 +196,11 @@ class Actor:
     def compute(self, request: ask.Compute) -> Steps:
         yield
         check(not self.local & set(request.indices), "computed twice", request)
+        check(self.position.level, "computes without the parameters", self.me, request)
+        check(len(self.view.members) >= self.world.job.floor, "goes on below the floor", self.me, self.view)
+        self.tell(request)
+        if self.world.poison & {(request.step, index) for index in request.indices}:
+            raise Died
         self.local |= set(request.indices)
         if request.last and self.position.fence >= request.step - 1:    # else held until the fence has passed
             for b in range(self.position.buckets):
@@ -187,6 +208,12 @@ class Actor:
                     self.launch(request.step, b, True)
                 if self.random.random() < .2:
                     break
+
+    def tell(self, request: ask.Compute) -> None:
+        """The coordinator hears of what was taken over from the dead, in case this one dies of it."""
+        if self.world.up:
+            name = (request.step, request.indices[0]) if request.recomputed else None
+            self.world.coordinator.hand(self.me, self.p, name)
 
     def launch(self, step: int, b: int, counted: bool) -> None:
         if b not in self.launched:
@@ -197,6 +224,8 @@ class Actor:
         return frozenset(self.local if counted else ())
 
     def reduce(self, request: ask.Reduce) -> Outcomes:
+        if self.world.up:
+            self.world.coordinator.hand(self.me, self.p, None)
         if self.launches_all_first():
             for b in request.buckets:
                 self.launch(request.step, b, request.counted)
@@ -216,7 +245,8 @@ class Actor:
 
     def take(self, step: int, b: int, result: dict[int, Any]) -> None:
         count = Counter(i for part in result.values() for i in part)
-        check(count == Counter(range(self.world.job.total)), "I1: not exactly once", self.me, self.p, step, b, count)
+        wanted = set(range(self.world.job.total)) - self.world.job.skipped(step, self.position.skipped)
+        check(count == Counter(wanted), "I1: not exactly once", self.me, self.p, step, b, count)
         self.sums[b] = tuple(sorted((m, tuple(sorted(part))) for m, part in result.items()))
 
     def commit(self, request: ask.Commit) -> Steps:
@@ -225,24 +255,32 @@ class Actor:
         check(len(self.sums) == self.world.count(request.step), "committed with buckets missing", self.me, request.step)
         if self.position.level:
             self.world.level.add(self.me)
-        if request.step == 0:
+        if request.step == self.start:
             self.world.parameters[self.me] = self.started_from
         self.held, self.sums, self.launched = (request.step, self.sums), {}, {}
         self.position.caught_up = self.random.random() < .5
+        self.position.speed = self.world.speed(self.me, request.step)
         return None
         yield
 
     def form(self, request: ask.Form) -> Steps:
-        op = self.give(self.me, "form", request.root)
-        while request.root not in op.given:
-            result = yield from self.wait(op)
-            if result is None:
-                return False
+        """All say which checkpoints they can read; the newest that all can is where the run begins."""
+        result = yield from self.wait(self.give(self.world.readable(self.me), "form", request.root))
+        if result is None:
+            return None
+        self.start = max(set.intersection(*result.values()))
         self.started_from = request.root
-        yield
-        return True
+        self.world.start[self.me] = self.world.entry[self.me] = self.start
+        self.inside = True
+        return ask.Formed(self.start, self.world.count(self.start))
 
-    started_from = -1
+    start, started_from = -1, -1
+    inside = False                                          # it has a first step
+
+    def enters(self, step: int) -> None:
+        """The first step of whoever did not form: a joiner, or a first member that slept till the run was under way."""
+        if not self.inside and self.position.formed:
+            self.inside, self.world.entry[self.me] = True, step
 
     def postfence(self, request: ask.PostFence) -> Steps:
         self.give(request.says, "fence", request.step)
@@ -275,7 +313,6 @@ class Actor:
 
     def exchange(self, request: ask.Exchange) -> Steps:
         world, sent = self.world, NO_VIEW
-        position = self.position
         while True:
             yield
             self.look()
@@ -288,9 +325,11 @@ class Actor:
             if c.view.id > request.view and self.me in c.view.members:
                 if sent != c.view.id and self.random.random() < world.pace:
                     sent, self.sent_view = c.view.id, c.view        # the report itself may make a newer view
+                    self.unconfirmed = (sent, c.view)
                     c.report(self.me, sent, ENCODER.encode(request.report))
                     world.deliver()
-            elif position.step is None and c.pending and self.pending_has_me() and c.pending.view.id > request.view:
+            elif (self.outside() and self.me not in c.view.members and c.pending and self.pending_has_me()
+                  and c.pending.view.id > request.view):
                 return ask.Answer(c.pending.view, None)
             else:
                 world.suspect(self.view.id)
@@ -320,7 +359,7 @@ class Actor:
 
     def entered(self, request: ask.Entered) -> Steps:
         """Only the joiner says so, once all its positions are in: till then a failure in the old view must be heard."""
-        self.world.entry.setdefault(self.me, request.step)
+        self.enters(request.step)
         if self.p == 0 and self.world.up:
             self.world.coordinator.entered(request.view)
         return None
@@ -345,9 +384,16 @@ class Actor:
         return ask.Outcome(frozenset(self.sums), True)
 
     def decided(self, request: ask.Decided) -> Steps:
-        self.world.entry.setdefault(self.me, request.step)
+        self.enters(request.step)
         return None
         yield
+
+    def pause(self, request: ask.Pause) -> Steps:
+        while self.position.latest <= request.view and not self.position.wants_out():
+            yield
+            self.look()
+            if self.position.pending:
+                self.world.suspect(request.view)
 
     def suspect(self, request: ask.Suspect) -> Steps:
         self.world.suspect(request.view)

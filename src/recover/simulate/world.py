@@ -15,7 +15,7 @@ only its members contribute in it). Also: all members plan a step from the same 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -88,8 +88,12 @@ class World:
         self.rate, self.pace = shape.choice([.002, .006, .02]), shape.choice([.4, .1, .03])     # of events, of news
         self.budget = dict(kill=shape.randint(0, self.size - 1), join=shape.choice([0, 0, 1, 2]),
                            freeze=shape.choice([0, 0, 1]), leave=shape.choice([0, 0, 1, 2]),
-                           crash=shape.choice([0, 0, 1, 2]), flap=shape.choice([0, 1, 3, 8]))
+                           crash=shape.choice([0, 0, 1, 2]), flap=shape.choice([0, 1, 3, 8]), preempt=0)
         self.chunk = shape.choice([1, 1, 1, 2, 3])          # microbatches that a replica computes at one go
+        self.checkpoints = self.draw_checkpoints(seed)
+        self.poison: set[tuple[int, int]] = set()           # microbatches that kill whoever computes them
+        self.draw_names(seed)
+        self.start: dict[int, int] = {}                     # member -> the step at which it began
         self.ops: dict[tuple[Any, ...], Op] = {}
         self.inner: dict[tuple[int, int], tuple[str, dict[int, Any]]] = {}
         self.committed: dict[Cell, dict[int, Sum]] = {}
@@ -100,9 +104,10 @@ class World:
         self.frozen: set[int] = set()
         self.fragile: set[int] = set()                      # may be dropped though alive
         self.told: set[int] = set()                         # told to leave
-        self.asked: set[int] = set()
+        self.preempted: set[int] = set()                    # members that are still to be told that the whole job goes
         self.entry = dict.fromkeys(range(self.size), 0)
         self.last: dict[int, int] = {}
+        self.endings: dict[int, str] = {}                   # why whoever went early did
         self.finished: set[int] = set()
         self.final: set[int] | None = None
         self.level = set(range(self.size))
@@ -116,6 +121,35 @@ class World:
     def endpoints(self, member: int) -> tuple[Endpoint, ...]:
         return (Endpoint("host", member),)
 
+    def draw_checkpoints(self, seed: int) -> dict[int, set[int]]:
+        """member -> the steps whose checkpoints it can read: one that all can, and some that others can't. In two of three
+        schedules there is none, and the run begins at step 0."""
+        shape = random.Random(seed * 104_729 + 2)
+        if shape.random() < 2 / 3:
+            return {m: {0} for m in range(self.size)}
+        common = shape.randint(0, self.job.steps)
+        return {m: {common, *(s for s in range(self.job.steps + 1) if shape.random() < .4)} for m in range(self.size)}
+
+    def draw_names(self, seed: int) -> None:
+        """In one of five schedules some microbatches are skipped by agreement. In some, one kills whoever computes it, and
+        nothing else does: it takes the first, who told nothing (two, if that one was ahead of the others, who then plan its
+        step anew), and two who had taken it over. Nor does the coordinator crash then, and forget what it was told."""
+        shape, job = random.Random(seed * 15_485_863 + 3), self.job
+        self.job = replace(job, spares_killers=True)
+        names = [(step, index) for step in range(1, job.steps) for index in range(job.total)]
+        if len(names) < 4:
+            return
+        skip = frozenset(shape.sample(names, shape.randint(1, 3))) if shape.random() < .2 else frozenset()
+        self.job = replace(job, skip=skip, spares_killers=True)
+        spares = getattr(job.policy, "spares", 1)           # whoever shadows a microbatch dies of it, too, unannounced
+        if self.size >= 5 and not spares and shape.random() < .3:
+            self.poison = {shape.choice(names)} - skip
+            self.budget |= dict(kill=0, freeze=0, leave=0, crash=0)
+
+    def readable(self, member: int) -> set[int]:
+        """Steps after which `member` could begin. Whoever was not there when the run began reads what all can."""
+        return self.checkpoints.get(member, set.intersection(*self.checkpoints.values()))
+
     def count(self, step: int) -> int:
         """Buckets of a step at one position."""
         return self.buckets if step == 0 else self.learned
@@ -126,6 +160,10 @@ class World:
             op = self.ops[key] = Op(frozenset(members))
         check(op.members == frozenset(members), "I4: one view, two memberships", key)
         return op
+
+    def speed(self, member: int, step: int) -> float:
+        """What `member` has measured when it commits `step`."""
+        return 1.0
 
     def sound(self) -> set[int]:
         """Members that nothing has happened to yet; schedules leave one of them."""
@@ -156,7 +194,7 @@ class World:
         c, rnd = self.coordinator, self.random
         if c.heard:
             silent = c.silent()
-            slow = silent - self.doomed - self.frozen
+            slow = silent - self.doomed - self.frozen - c.waiting.keys()    # a joiner that never heard of a view has none to say
             newest = c.newest()
             ready = c.heard.keys() & set(newest.members if newest else ()) & self.sound()
             if silent and rnd.random() > (.05 if not slow else .002 if ready else 0):

@@ -111,6 +111,10 @@ class Evaluator:
                 for name, (value, weight) in self.evaluation.scores(index, self.microbatches, self.seed, step).items():
                     self.table.add(index, name, value, weight)
 
+    def twin(self) -> Evaluator:
+        """With a table of its own."""
+        return Evaluator(self.evaluation, self.microbatches, self.seed, self.models)
+
     def signature(self) -> str:
         """What all replicas must have alike."""
         each = self.evaluation

@@ -55,13 +55,22 @@ class Managed:
         return [(self._prefix(place) + name, buffer) for place, model in enumerate(self.models)
                 for name, buffer in model.named_buffers()]
 
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter (frozen ones too) and buffer once, by name."""
+        seen: set[int] = set()
+        for place, model in enumerate(self.models):
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield self._prefix(place) + name, tensor
+
+    def names(self) -> dict[int, str]:
+        """id(parameter or buffer) -> its name."""
+        return {id(tensor): name for name, tensor in self.named_tensors()}
+
     def first_values(self) -> list[Tensor]:
         """Every parameter (frozen ones too) and buffer once: what the first replica gives to the others."""
-        seen: dict[int, Tensor] = {}
-        for model in self.models:
-            for tensor in (*model.parameters(), *model.buffers()):
-                seen.setdefault(id(tensor), local(tensor.detach()))
-        return list(seen.values())
+        return [local(tensor.detach()) for _, tensor in self.named_tensors()]
 
     def digest(self, more: object = None) -> str:
         """The hash (SHA-256, hexadecimal) of all of it and of `more`, a plain value."""

@@ -15,6 +15,10 @@ class Kind(IntEnum):
     COARSE = 6
     FORWARD = 7
     PART = 8
+    ENTER = 9
+    ASK = 10
+    ANSWER = 11
+    BODY = 12
 
 
 def number(kind: Kind, step: int, bucket: int = 0, level: int = 0) -> int:

@@ -41,7 +41,12 @@ class Publisher:
 
     def __init__(self, log: events.Log) -> None:
         self.log = log
+        self.paused = False                             # a joiner publishes nothing before it has caught up
         self._waiting: dict[int, events.Receipt] = {}
+
+    def forget(self) -> None:
+        """Drop what is not published."""
+        self._waiting.clear()
 
     def hold(self, receipt: events.Receipt) -> None:
         self._waiting[receipt.step] = receipt
@@ -53,5 +58,7 @@ class Publisher:
 
     def publish(self, step: int) -> None:
         """The fence of `step` is known to have passed."""
+        if self.paused:
+            return
         for ready in sorted(s for s in self._waiting if s <= step):
             self.log.receipt(self._waiting.pop(ready))

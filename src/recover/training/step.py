@@ -74,11 +74,13 @@ class Step:
         try:
             if run.engine.needs_calibration:
                 yield from self._calibrate()
-            while isinstance(request := run.engine.advance(), ask.Compute):
+            while isinstance(request := run.advance(), ask.Compute):
                 run.score(request.step, request.indices)
                 yield from self._hand_out(tuple(Microbatch(request.step, index) for index in request.indices))
         finally:
             run.in_loop = False
+        if request is None:                             # all go, and give this step up
+            raise run.gone()
         assert isinstance(request, ask.Commit) and request.step == self.index, request
         self._commit(request)
 

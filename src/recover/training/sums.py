@@ -137,13 +137,27 @@ class Sums:
         """
         inside = count if count is not None else sum(self.store.buckets[-1].counts())
         divisor = math.fsum(share[0] for share in shares)
-        gradient = self.store.commit(count=inside, divisor=divisor)
+        gradient = self.store.commit(count=inside, divisor=divisor if inside else 1.0)
+        if not inside:                                  # all of the step is skipped
+            self.store.clear()
         written = [] if self.buffers.empty else self.buffers.commit(count=inside)
         for table in self._tables:
             table.check(inside)
-        loss = sum(share[1] for share in shares) / divisor
+        loss = sum(share[1] for share in shares) / divisor if inside else math.nan
         metrics, scores = means(share[2] for share in shares), means(share[3] for share in shares)
         return Whole(gradient, loss, divisor, metrics, scores, written, where(gradient.nonfinite))
+
+
+class Mirror(Sums):
+    """What a joiner reduces into while its script replays: zeros in, sums out. No parameter and no hook is touched."""
+
+    def __init__(self, other: Sums) -> None:
+        other.store.close()
+        super().__init__(other.store, other.buffers, other.metrics)
+
+    def begin(self, step: int) -> None:
+        for bucket in self.store.buckets:
+            bucket.begin()
 
 
 def where(nonfinite: tuple[int | None, str] | None) -> str:

@@ -11,9 +11,10 @@ from recover.workload.balanced import Balanced
 from recover.workload.policy import Plan, Policy, check_plan, check_share
 from recover.workload.roles import Roles, RolesRun, advance
 from recover.workload.shrinking import Shrinking
+from recover.workload.spares import Spares
 from recover.workload.speed import Speedometer, SpeedWeighted
 
-__all__ = ["Balanced", "Plan", "Policy", "Roles", "RolesRun", "Shrinking", "SpeedWeighted", "Speedometer", "advance",
+__all__ = ["Balanced", "Plan", "Policy", "Roles", "RolesRun", "Shrinking", "Spares", "SpeedWeighted", "Speedometer", "advance",
            "check_plan", "check_share", "policy", "register"]
 
 Factory = Callable[[int | None, int | None], Policy]
