@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,16 +161,17 @@ def train(steps: int, burn: float, lifelines: int) -> None:
 
 @dataclass
 class Kill:
-    """One SIGKILL: `at` in nanoseconds of the monotonic clock."""
+    """One SIGKILL: `at` in nanoseconds of the monotonic clock. What comes from `until` on is not its work any more."""
 
     victim: int
     at: int
     place: str
+    until: int = 1 << 63
 
 
-def analyse(kill: Kill, survivors: list[int], until: int, directory: Path) -> dict[str, Any]:
-    """The figures of one kill (milliseconds after it); `until`: when the next one comes."""
-    moments = {s: one_survivor(common.read_lines(directory / f"probe-{s}.jsonl"), kill.at, until) for s in survivors}
+def analyse(kill: Kill, survivors: list[int], directory: Path) -> dict[str, Any]:
+    """The figures of one kill (milliseconds after it)."""
+    moments = {s: one_survivor(common.read_lines(directory / f"probe-{s}.jsonl"), kill.at, kill.until) for s in survivors}
     evidence = max(m["evidence"] for m in moments.values())
     free = max(m["free"] for m in moments.values())
     end = max(m["end"] for m in moments.values())
@@ -202,13 +203,13 @@ def one_survivor(lines: list[dict[str, Any]], killed: int, until: int) -> dict[s
                       "why": next(said for t, what, said in after if what == "notice")}
 
 
-def coordinator_moments(directory: Path, kill: Kill, until: int) -> dict[str, float]:
+def coordinator_moments(directory: Path, kill: Kill) -> dict[str, float]:
     """When the coordinator said that the victim is lost, and pushed the view (milliseconds after the kill)."""
     lines = [line for path in directory.glob("events-coordinator-*.jsonl") for line in common.read_lines(path)]
     found = {}
     for line in lines:
         name = {"recover.replica.lost": "lost", "recover.view.new": "view"}.get(line["event"])
-        if name and kill.at <= line["monotonic_ns"] < until:
+        if name and kill.at <= line["monotonic_ns"] < kill.until:
             found.setdefault(name, round((line["monotonic_ns"] - kill.at) / 1e6, 3))
     return found
 
@@ -242,7 +243,8 @@ def unplanned(directory: Path, dice: random.Random, ranks: list[str]) -> list[Ki
             os.kill(pids[victim], signal.SIGKILL)
             alive.remove(victim)
         common.wait_until(lambda: at_work(directory, alive, len(kills)), "the last survivor commits")
-    return kills
+        over = time.monotonic_ns()                      # from here on it is told to go, which is a recovery of its own
+    return [replace(kill, until=over) for kill in kills]
 
 
 def rank_pids(directory: Path) -> dict[int, int]:
@@ -267,12 +269,12 @@ def measure(kills: list[Kill], directory: Path, ended: dict[int, int]) -> list[d
     if not result.ok:
         raise ValueError(f"the audit of this run found {result.offence}")
     alive, figures = set(range(REPLICAS)), []
-    for kill, following in zip(kills, [*kills[1:], None], strict=True):
+    for n, kill in enumerate(kills):
         alive.remove(kill.victim)
-        until = following.at if following else 1 << 63
-        figures.append(analyse(kill, sorted(alive), until, directory)
+        kill = replace(kill, until=min([kill.until, *(later.at for later in kills[n + 1:])]))
+        figures.append(analyse(kill, sorted(alive), directory)
                        | {"threads_dead": (ended[kill.victim] - kill.at) / 1e6,
-                          "coordinator": coordinator_moments(directory, kill, until)})
+                          "coordinator": coordinator_moments(directory, kill)})
     return figures
 
 

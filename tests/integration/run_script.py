@@ -31,14 +31,14 @@ DEFAULTS: dict[str, Any] = dict(
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
     unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None, optimizer="adamw", piece=None,
     drip=0.0, kept=None, lag=0.0, wrong=None, checkpoint=None, save=(), drag=0.0, samples=37, killer=None, skip=(),
-    poison="stop", hangs=None)
+    poison="stop", hangs=None, fails=None)
 """spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
 microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
 "buckets"}: see `forgetful`. dies: "form" (see `dies_forming`), or "giving", "fetching" (see `joins`).
 optimizer: or "sgd". piece, drip, kept, lag, wrong: see `joins`. order, width: make a model that does not fit the others'.
 compile: torch.compile's arguments. checkpoint: arguments of recover.Checkpoints. save: steps in which to call run.save().
 drag: seconds after each microbatch. samples: of `evaluates`. killer: [step, index] that kills whoever computes it.
-hangs: a directory; see `hang`."""
+hangs: a directory; see `hang`. fails: see `joins`."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -181,7 +181,7 @@ def joins(setup: Setup) -> None:
     """Everything that a test changes about joining. piece: bytes; drip: seconds before each; kept: bytes of steps to be replayed.
 
     dies: "giving" or "fetching" the third piece. wrong: "copy": takes a copy for that of the step after it; "skip": replays a
-    step without its sums.
+    step without its sums. fails: the question that a giver's thread fails at.
     """
     s, count = setup.s, [0]
     catchup.PIECE = s["piece"] or catchup.PIECE
@@ -196,6 +196,11 @@ def joins(setup: Setup) -> None:
     def answers(self: Giver, group: Any, joiner: int, question: list[int]) -> Any:
         if question[0] == What.PIECE:
             count_to_three()
+        return answer(self, group, joiner, question)
+
+    def fails(self: Giver, group: Any, joiner: int, question: list[int]) -> Any:
+        if question[0] == What[s["fails"]]:
+            raise RuntimeError("as planned")
         return answer(self, group, joiner, question)
 
     def takes(self: Fetch, *given: Any) -> None:
@@ -215,6 +220,8 @@ def joins(setup: Setup) -> None:
             setup.model.zero_grad(set_to_none=True)
         return request
 
+    if s["fails"]:
+        Giver._answer = fails
     if s["dies"] == "giving":
         Giver._answer = answers
     Fetch._take_piece = takes

@@ -150,6 +150,29 @@ def test_a_giver_dies_and_the_other_goes_on_from_there(tmp_path, reference):
     assert level_at(result, 2)
 
 
+def test_a_giver_that_fails_at_a_question_holds_up_nobody(tmp_path, reference):
+    """It lives, and trains on: no change of view tells the joiner."""
+    with started(tmp_path, joiner={"piece": 4096}, per_replica={0: {"settings": {"fails": "PIECE"}}}) as made:
+        until_step(made, 2)
+        made.start_rank(2)
+        made.wait()
+        result = made.collect()
+    same(result, reference, [0, 1, 2])                  # the other one gave it all
+    assert contributed(result, 2) > 0
+    assert "as planned" in result.ranks[0].output
+
+
+def test_a_joiner_that_is_not_welcomed_goes(tmp_path, reference):
+    with started(tmp_path, per_replica={0: {"settings": {"fails": "WELCOME"}}}) as made:
+        until_step(made, 2)
+        made.start_rank(2)
+        made.wait()
+        result = made.collect()
+    same(result, reference, [0, 1])
+    assert result.ranks[2].code == 1
+    assert "as planned" in result.ranks[2].end["message"], result.show()
+
+
 def test_the_last_giver_dies_and_the_joiner_says_that_it_is_over(tmp_path):
     with started(tmp_path, 1, joiner=SLOW, per_replica={0: {"settings": {"dies": "giving"}}}) as made:
         until_step(made, 2)

@@ -134,7 +134,7 @@ class Giver:
             while True:
                 question = torch.zeros(4, dtype=torch.int64)
                 group.receive(number(Kind.ASK, n), [question], joiner).wait()
-                answer, body = self._answer(group, joiner, [int(value) for value in question.tolist()])
+                answer, body = self._tried(group, joiner, [int(value) for value in question.tolist()])
                 group.send(number(Kind.ANSWER, n), [torch.tensor([answer, body.numel()], dtype=torch.int64)], joiner)
                 if body.numel():
                     group.send(number(Kind.BODY, n), [body], joiner).wait()
@@ -143,6 +143,16 @@ class Giver:
             log.debug("no more questions of joiner %d: %s", joiner, end)
         except Exception:                               # the edge of a thread: training goes on without it
             log.exception("serving joiner %d failed", joiner)
+
+    def _tried(self, group: Group, joiner: int, question: list[int]) -> tuple[Answer, Tensor]:
+        """Like `_answer`; whatever fails here is said to the joiner. It would wait for the answer, and all others for it."""
+        try:
+            return self._answer(group, joiner, question)
+        except PeerLost:
+            raise
+        except Exception as error:                      # the edge of a thread: training goes on without it
+            log.exception("question %s of joiner %d failed", question, joiner)
+            return Answer.UNABLE, as_bytes(f"a giver failed: {error!r}".encode()[:TEXT])
 
     def _answer(self, group: Group, joiner: int, question: list[int]) -> tuple[Answer, Tensor]:
         what, step, start, end = question

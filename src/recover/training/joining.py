@@ -29,15 +29,15 @@ import msgspec
 from torch import Tensor
 
 from recover.collectives.contract import Group
-from recover.errors import Diverged, PeerLost, Stopped, WireError
+from recover.errors import Diverged, JoinRefused, PeerLost, Stopped, WireError
 from recover.gradients.commit import lessons
 from recover.gradients.layout import Learned
 from recover.parallel.inner import Agreement, Share
 from recover.protocol import catchup
 from recover.protocol import requests as ask
 from recover.protocol.catchup import Do, Progress, next_move
-from recover.training.fetching import Fetch
-from recover.training.giving import Asker, What
+from recover.training.fetching import Fetch, text_of
+from recover.training.giving import Answer, Asker, What
 from recover.training.snapshot import Head, Snapshot
 from recover.training.sums import Sums
 
@@ -135,7 +135,9 @@ class Joiner:
     def _enter(self, askers: list[Asker], step: int, layout: int) -> None:
         if not askers:
             raise Stopped("no member of this run holds the parameters")
-        _, body = askers[0].ask(What.WELCOME)
+        answer, body = askers[0].ask(What.WELCOME)
+        if answer is not Answer.HERE:
+            raise JoinRefused(f"member {askers[0].giver} can't say what a joiner must know: {text_of(body)}")
         try:
             welcome = msgspec.msgpack.decode(body.numpy().tobytes(), type=Welcome)
         except msgspec.MsgspecError as wrong:
