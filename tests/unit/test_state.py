@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from recover.training.managed import Managed
-from recover.training.state import Flat, blank, copied, flatten, pack, restore, specification, unpack
+from recover.training.state import Flat, copied, flatten, pack, restore, unpack
 
 SCHEDULERS = {
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.9 ** n),
@@ -130,7 +130,7 @@ def regrouped():
 
 @pytest.mark.parametrize("value", [
     {"a": [1, 2.5, -0.0, True, None, "x", (3, [4])], 5: {"b": b"\x00\xff"}}, {"x": math.inf, "y": -math.inf}, Counter({3: 2}),
-    {"$tensor": "not one"}, {}, [], (), 2 ** 80])
+    {"$tensor": "not one"}, {}, [], (), 2 ** 80, {"state": -2 ** 127}])
 def test_trees(value):
     plain = json.loads(json.dumps(pack(value, "w", {}), allow_nan=False))
     back = unpack(plain, {})
@@ -164,10 +164,16 @@ def test_what_pack_never_makes_is_refused(value):
         unpack(value, {})
 
 
-def test_room_for_a_receiver():
-    flat = flatten(made(dtype=torch.bfloat16))
-    wanted = json.loads(json.dumps(specification(flat.tensors)))
-    room = blank(wanted)
-    assert {n: (t.shape, t.dtype) for n, t in room.items()} == {n: (t.shape, t.dtype) for n, t in flat.tensors.items()}
-    with pytest.raises(ValueError, match="dtype"):
-        blank([("a", "save", [1])])
+@pytest.mark.parametrize("values", [
+    {}, {"models": 1, "optimizers": [], "others": 3}, {"models": 1, "optimizers": [{"type": "AdamW"}], "others": []}])
+def test_values_of_no_state_are_refused(values):
+    managed = made()
+    with pytest.raises(ValueError, match="not a state"):
+        restore(managed, Flat(flatten(managed).tensors, values))
+
+
+def test_too_few_states_are_refused():
+    flat = flatten(made())
+    del flat.values["optimizers"][0]["states"][-1]
+    with pytest.raises(ValueError, match="groups of AdamW"):
+        restore(made(seed=1), flat)

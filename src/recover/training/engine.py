@@ -46,7 +46,6 @@ from recover.training.managed import Managed
 from recover.training.numbers import Kind, number
 from recover.training.recovery import Publisher, Recovery
 from recover.training.resuming import Resume
-from recover.training.snapshot import Snapshot
 from recover.training.sums import Sums, Whole
 from recover.workload import Speedometer
 
@@ -101,8 +100,8 @@ class Engine:
         self.committed: Whole | None = None
         self.missing: frozenset[int] = frozenset()          # of the committed step: what nobody computed
         self.shares: list[Share] = []                       # of the step at hand, by position
-        self.giver = Giver(self.copy_state, self.welcome, timeouts, record)
-        self.hands: Hands | None = None                     # of this rank, should it come late
+        self.giver = Giver(lambda: self.hands, self.welcome, timeouts, record)
+        self.hands: Hands | None = None                     # on the script's objects
         self.joiner: Joiner | None = None
         self.keep: Callable[[ask.Commit], None] | None = None       # what becomes of a committed step while catching up
         self.mistake = ""                                   # this position's model is not like the other replicas'
@@ -697,10 +696,6 @@ class Engine:
 
     def welcome(self) -> bytes:
         return ENCODER.encode(Welcome(self.alike(), self.sums.store.learned or self.lessons))
-
-    def copy_state(self, step: int) -> Snapshot:
-        assert self.hands is not None
-        return self.hands.take(step)
 
     # -- the end ----------------------------------------------------------------------------------------------------
     def close(self, finished: bool, together: bool = False) -> None:

@@ -9,7 +9,7 @@ Theory of operation
 * Gradients go ahead: a piece is short, and one giver sends one at a time.
 * A giver (`Giver`) serves every joiner on a thread of its own, which ends with the view. It keeps a copy of the state for
   a step that a joiner names beforehand. The copy is made by the training thread when that step begins (`at`), which is all
-  that training sees of it; hashing and sending happen on the side. At most one copy per joiner exists.
+  that training sees of it; making room for it before, hashing and sending happen on the side. At most one copy per joiner exists.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from recover.config import Timeouts
 from recover.errors import PeerLost, WireError
 from recover.training.numbers import Kind, number
 from recover.training.snapshot import MAX_HEAD, Snapshot
+
+if TYPE_CHECKING:
+    from recover.training.joining import Hands
 
 log = logging.getLogger("recover.training")
 TEXT = 4096                     # bytes of a reason
@@ -87,14 +91,15 @@ class Asker:
 
 
 class Giver:
-    """The other side: `take` copies the state in which a step begins, `welcome` says what a joiner must know first."""
+    """The other side: `hands` copy the state in which a step begins, `welcome` says what a joiner must know first."""
 
-    def __init__(self, take: Callable[[int], Snapshot], welcome: Callable[[], bytes], timeouts: Timeouts,
+    def __init__(self, hands: Callable[[], Hands | None], welcome: Callable[[], bytes], timeouts: Timeouts,
                  record: events.Log) -> None:
-        self._take, self._welcome, self._timeouts, self._record = take, welcome, timeouts, record
+        self._hands, self._welcome, self._timeouts, self._record = hands, welcome, timeouts, record
         self._news = threading.Condition()
         self._reached = -1                              # the newest step that began here
         self._wanted: dict[int, int] = {}               # joiner -> the step whose copy it wants
+        self._rooms: dict[int, Tensor | None] = {}      # step -> memory for its copy; None: it is being made ready
         self._copies: dict[int, Snapshot | str] = {}    # step -> its copy, or why there can be none
 
     # -- training thread --------------------------------------------------------------------------------------------
@@ -104,16 +109,19 @@ class Giver:
             if step not in self._wanted.values():
                 self._reached = step
                 return
-        since = time.monotonic()
+            room = self._rooms.get(step)
+        since, hands = time.monotonic(), self._hands()
+        assert hands is not None
         made: Snapshot | str
         try:
-            made = self._take(step)
+            made = hands.take(step, room)
         except ValueError as reason:
             made = str(reason)
             log.error("no joiner can be given this run's state: %s", reason)
         took = time.monotonic() - since
         with self._news:
             self._copies[step], self._reached = made, step
+            self._tidy()
             self._news.notify_all()
         size = made.data.numel() if isinstance(made, Snapshot) else 0
         self._record.emit(COPIED, step=step, seconds=took, bytes=size, joiners=sorted(self._wanted))
@@ -181,6 +189,12 @@ class Giver:
         with self._news:
             self._wanted[joiner] = step
             self._tidy()
+            first = step > self._reached and step not in self._rooms
+            if first:
+                self._rooms[step] = None
+        if first:
+            self._make_room(step)
+        with self._news:
             while step not in self._copies:
                 if step <= self._reached:
                     return None
@@ -189,9 +203,26 @@ class Giver:
                 self._news.wait(self._timeouts.heartbeat)
             return self._copies[step]
 
+    def _make_room(self, step: int) -> None:
+        """Memory for the copy of `step`, unless that begins meanwhile."""
+        hands = self._hands()
+        assert hands is not None
+        try:
+            room = hands.room()
+        except RuntimeError as changed:                 # the training thread goes on meanwhile: a dict may grow while we look
+            log.debug("no room made for the copy of step %d: %s", step, changed)
+            return
+        with self._news:
+            if step > self._reached and step in self._rooms:
+                self._rooms[step] = room
+
     def _tidy(self) -> None:
-        for step in self._copies.keys() - set(self._wanted.values()):
+        """(Locked.) Copies that nobody wants any more, and room that nobody needs."""
+        wanted = set(self._wanted.values())
+        for step in self._copies.keys() - wanted:
             del self._copies[step]
+        for step in [step for step in self._rooms if step not in wanted or step <= self._reached]:
+            del self._rooms[step]
 
 
 COPIED = "recover.join.copied"

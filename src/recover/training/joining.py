@@ -83,10 +83,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Hands:
-    """What a joiner does to the script's objects. `twin`: sums with the same buckets that touch no parameter."""
+    """What joining does to the script's objects. `twin`: sums with the same buckets that touch no parameter. `room`: memory
+    for a copy. `take`: a copy of the state in which a step begins, made in the room."""
 
     twin: Callable[[], Sums]
-    take: Callable[[int], Snapshot]
+    room: Callable[[], Tensor]
+    take: Callable[[int, Tensor | None], Snapshot]
     load: Callable[[Head, Tensor], None]
 
 
@@ -111,7 +113,7 @@ class Joiner:
         self._next: int | None = None                   # the step that the script replays next
         self._begun = False
         self._over = self._taken = self._live_now = False
-        self._mine: dict[int, str] = {}                 # step -> hash of the own state at its beginning
+        self._mine: tuple[int, str] | None = None       # a step, and the hash of the own state at its beginning ("": not yet)
         self._entered = time.monotonic()
 
     @property
@@ -287,17 +289,17 @@ class Joiner:
         fetch, position = self.fetch, self.engine.position
         if fetch.error is not None:
             raise fetch.error
-        if not self._mine:                              # a giver can't begin the next step without us: it hears in time
+        if self._mine is None:                          # a giver can't begin the next step without us: it hears in time
             self._compare_at(step + 1)
-        elif step in self._mine:
-            copy = self.hands.take(step)
+        elif step == self._mine[0]:
+            copy = self.hands.take(step, None)
             threading.Thread(target=self._hash, args=(step, copy), daemon=True).start()
         checked, same = fetch.checked, False
         if checked is not None and checked[1] is None:
             self._compare_at(step + 1 + min(self._tries, catchup.PATIENCE))
             self._tries += 1
-        elif checked is not None and self._mine.get(checked[0]):
-            if checked[1] != self._mine[checked[0]]:
+        elif checked is not None and self._hashed() == checked[0]:
+            if checked != self._mine:
                 raise Diverged(f"the state after catching up is not the others' at the beginning of step {checked[0]}: this "
                                "replica goes, and contributes to nothing")
             same = True
@@ -310,13 +312,21 @@ class Joiner:
             log.info("level at step %d, %.1f s after entering", step, took)
 
     def _compare_at(self, step: int) -> None:
-        self._mine = {step: ""}
+        with self._news:
+            self._mine = step, ""
         self.fetch.check(step)
 
+    def _hashed(self) -> int | None:
+        """The step for whose beginning the own hash is known."""
+        with self._news:
+            return self._mine[0] if self._mine is not None and self._mine[1] else None
+
     def _hash(self, step: int, copy: Snapshot) -> None:
+        """(A thread of its own.)"""
         digest = copy.digest()
-        if step in self._mine:
-            self._mine[step] = digest
+        with self._news:
+            if self._mine == (step, ""):                # else it is another step's by now that is compared
+                self._mine = step, digest
 
 
 def compare(theirs: list[str], mine: list[str]) -> None:

@@ -277,9 +277,9 @@ class Run:
             twin.attach(self.sums.evaluator.twin())
         return twin
 
-    def _copy(self, step: int) -> snapshot.Snapshot:
+    def _copy(self, step: int, room: Tensor | None) -> snapshot.Snapshot:
         fsdp.reshard(self.managed.models)
-        return snapshot.take(step, self.managed, self.sums.store.state())
+        return snapshot.take(step, self.managed, self.sums.store.state(), room)
 
     def _load(self, head: snapshot.Head, data: Tensor) -> None:
         fsdp.reshard(self.managed.models)
@@ -445,7 +445,7 @@ class Run:
         script = [f"{count} steps", "no evaluation" if evaluator is None else evaluator.signature(),
                   "no checkpoints" if wanted is None else wanted.rhythm()]
         self.engine.start(position, self.options.microbatches if self.options.policy.constant else None, script)
-        self.engine.hands = Hands(self._twin, self._copy, self._load)
+        self.engine.hands = Hands(self._twin, lambda: snapshot.room(self.managed), self._copy, self._load)
         self.member.start()
         view = self.member.wait_news(self.timeouts.formation)
         self.member.vouch()

@@ -14,16 +14,17 @@ Theory of operation
   references to them; an optimizer's state is replaced, in the dtype it had (`load_state_dict` would cast it to the
   parameter's), on the parameter's device unless it was on the CPU.
 
-`specification` and `blank` say what tensors there are, and make room for them: for a receiver on a wire.
+`specification` says what tensors there are: for a receiver on a wire, or a header.
 """
 from __future__ import annotations
 
 import base64
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,6 +44,29 @@ class Flat(NamedTuple):
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
+
+
+class _Group(msgspec.Struct):
+    """Of an optimizer: the names of its parameters, and everything else."""
+
+    params: list[str]
+    scalars: Any
+
+
+class _Optimizer(msgspec.Struct):
+    """`states`: of all parameters, in order."""
+
+    type: str
+    groups: list[_Group]
+    states: list[Any]
+
+
+class _Values(msgspec.Struct):
+    """What `Flat.values` is."""
+
+    models: int
+    optimizers: list[_Optimizer]
+    others: list[tuple[str, Any]]
 
 
 def flatten(managed: Managed) -> Flat:
@@ -84,18 +108,31 @@ def restore(managed: Managed, flat: Flat) -> None:
     """Make the managed objects what `flat` was taken from; its tensors are copied. Raises ValueError that names the
     first difference, before anything is changed."""
     targets = {f"model/{name}": local_part(tensor) for name, tensor in managed.named_tensors()}
-    fits(flat, managed, targets)
+    values = fits(flat, managed, targets)
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(flat.tensors[name])
-        for optimizer, kept in zip(managed.optimizers, flat.values["optimizers"], strict=True):
+        for optimizer, kept in zip(managed.optimizers, values.optimizers, strict=True):
             _put_back(optimizer, kept, flat.tensors)
-    for other, (_, kept) in zip(managed.others, flat.values["others"], strict=True):
-        other.load_state_dict(unpack(kept, flat.tensors))
+    for other, (_, saved) in zip(managed.others, values.others, strict=True):
+        other.load_state_dict(_with_own_functions(other.state_dict(), unpack(saved, flat.tensors)))
 
 
-def fits(flat: Flat, managed: Managed, targets: Mapping[str, Tensor]) -> None:
-    """Raises ValueError that says in words where the state and the managed objects differ."""
+def _with_own_functions(own: Any, given: Any) -> Any:
+    """`given`, with the functions that stand in the receiver's own dicts at the same places."""
+    if not isinstance(own, dict) or not isinstance(given, dict):
+        return given
+    merged = {key: _with_own_functions(own.get(key), value) for key, value in given.items()}
+    functions = {key: value for key, value in own.items() if key not in given and callable(value)}
+    return merged | functions if type(given) is dict else given
+
+
+def fits(flat: Flat, managed: Managed, targets: Mapping[str, Tensor]) -> _Values:
+    """The state's values. Raises ValueError that says in words where the state and the managed objects differ."""
+    try:
+        values = msgspec.convert(flat.values, _Values)
+    except msgspec.ValidationError as wrong:
+        raise ValueError(f"not a state: {wrong}") from None
     kept = {name: tensor for name, tensor in flat.tensors.items() if name.startswith("model/")}
     for name in [*targets, *kept]:
         if name not in kept or name not in targets:
@@ -106,21 +143,22 @@ def fits(flat: Flat, managed: Managed, targets: Mapping[str, Tensor]) -> None:
                              f"{tuple(theirs.shape)} {theirs.dtype} in the saved state")
     names = managed.names()
     here = [type(each).__name__ for each in (*managed.optimizers, *managed.others)]
-    there = [*(each["type"] for each in flat.values["optimizers"]), *(name for name, _ in flat.values["others"])]
+    there = [*(each.type for each in values.optimizers), *(name for name, _ in values.others)]
     if here != there:
         raise ValueError(f"managed besides the model is {here} here and {there} in the saved state")
-    for optimizer, saved in zip(managed.optimizers, flat.values["optimizers"], strict=True):
+    for optimizer, saved in zip(managed.optimizers, values.optimizers, strict=True):
         groups = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-        kept_groups = [group["params"] for group in saved["groups"]]
-        if groups != kept_groups:
+        kept_groups = [group.params for group in saved.groups]
+        if groups != kept_groups or len(saved.states) != sum(map(len, groups)):
             raise ValueError(f"the groups of {type(optimizer).__name__} hold other parameters than in the saved state "
                              f"({list(map(len, groups))} and {list(map(len, kept_groups))} of them, or in another order)")
+    return values
 
 
-def _put_back(optimizer: Optimizer, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    states = iter(kept["states"])
-    for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
-        scalars = unpack(saved["scalars"], tensors)
+def _put_back(optimizer: Optimizer, kept: _Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    states = iter(kept.states)
+    for group, saved in zip(optimizer.param_groups, kept.groups, strict=True):
+        scalars = unpack(saved.scalars, tensors)
         for gone in [key for key, value in group.items() if key != "params" and key not in scalars and not callable(value)]:
             del group[gone]
         for key, value in scalars.items():
@@ -144,6 +182,8 @@ def pack(value: Any, where: str, tensors: dict[str, Tensor], parameter: Tensor |
     """
     if isinstance(value, Tensor):
         return _pack_tensor(value, where, tensors, parameter)
+    if type(value) is int and value.bit_length() > 63:
+        return {"$int": str(value)}                     # a random number generator's; msgpack has no room for it
     if type(value) in PLAIN:
         return value
     if type(value) is float:
@@ -192,8 +232,7 @@ def unpack(value: Any, tensors: Mapping[str, Tensor], parameter: Tensor | None =
     kind = next(iter(value), "")
     inner: Any = value.get(kind)
     if kind == "$tensor" and inner in tensors:
-        device = "cpu" if parameter is None or value.get("cpu") else parameter.device
-        copy = tensors[inner].to(device, copy=True)
+        copy = _fresh(tensors[inner], parameter, bool(value.get("cpu")))
         return stand_in(copy, parameter) if value.get("sharded") and parameter is not None else copy
     if kind == "$dict":
         return {key: unpack(each, tensors, parameter) for key, each in inner}
@@ -201,11 +240,21 @@ def unpack(value: Any, tensors: Mapping[str, Tensor], parameter: Tensor | None =
         return Counter({key: unpack(each, tensors, parameter) for key, each in inner})
     if kind == "$tuple":
         return tuple(unpack(each, tensors, parameter) for each in inner)
-    if kind == "$float":
-        return float(inner)
+    if kind in ("$float", "$int"):
+        return float(inner) if kind == "$float" else int(inner)
     if kind == "$bytes":
         return base64.b64decode(inner)
     raise ValueError(f"not a state: {str(value)[:100]}")
+
+
+def _fresh(tensor: Tensor, parameter: Tensor | None, on_cpu: bool) -> Tensor:
+    """A copy as an optimizer would have made it for `parameter`: on its device, with its strides if it has its shape."""
+    if parameter is None or (on_cpu and parameter.device.type != "cpu"):
+        return tensor.to("cpu", copy=True)
+    like = local_part(parameter)
+    if like.shape != tensor.shape:
+        return tensor.to(like.device, copy=True)
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 # ---------------------------------------------------------------- for a receiver
@@ -215,15 +264,4 @@ def specification(tensors: Mapping[str, Tensor]) -> Specification:
     return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
 
 
-def blank(wanted: Iterable[tuple[str, str, Iterable[int]]]) -> dict[str, Tensor]:
-    """Room for them, on the CPU, not initialised. Raises ValueError for an unknown dtype."""
-    made = {}
-    for name, dtype, shape in wanted:
-        known = getattr(torch, dtype, None)
-        if not isinstance(known, torch.dtype):
-            raise ValueError(f"{name} has an unknown dtype {dtype!r}")
-        made[name] = torch.empty(tuple(shape), dtype=known)
-    return made
-
-
-__all__ = ["Flat", "blank", "copied", "fits", "flatten", "pack", "restore", "specification", "unpack"]
+__all__ = ["Flat", "copied", "fits", "flatten", "pack", "restore", "specification", "unpack"]
