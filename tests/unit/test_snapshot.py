@@ -131,7 +131,7 @@ def test_memory_made_ready_is_used_if_it_is_large_enough():
     objects = make(1)
     train(objects, 1)
     managed = Managed(objects)
-    room = snapshot.room(managed).fill_(255)
+    room = torch.full((snapshot.size_of(managed),), 255, dtype=torch.uint8)
     given = snapshot.take(1, managed, None, room)
     assert given.data.data_ptr() == room.data_ptr()
     assert given.digest() == snapshot.take(1, managed, None).digest()

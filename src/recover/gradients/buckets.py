@@ -114,10 +114,38 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Memory:
+    """Where buckets get their flat tensors. With `keep`, what it gave serves again after `rewind`: fresh memory takes longer
+    to come by than what is done with it. (Not for a store that runs a model: tensors that share memory share the count of
+    writes by which a bucket knows who wrote.)"""
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self._keep = keep
+        self._given: list[Tensor] = []
+        self._free: list[Tensor] = []
+
+    def zeros(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[size] zeros."""
+        nbytes = size * dtype.itemsize
+        for place, flat in enumerate(self._free):
+            if flat.device == device and flat.numel() >= nbytes:
+                self._free[place] = flat[-(-nbytes // 64) * 64:]        # 64: what follows is aligned for any dtype
+                return flat[:nbytes].view(dtype).zero_()
+        fresh = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        if self._keep:
+            self._given.append(fresh)
+        return fresh.view(dtype)
+
+    def rewind(self) -> None:
+        """All that it gave is free: nobody may use it any more. From now on it keeps no more."""
+        self._free, self._given, self._keep = sorted(self._given, key=lambda flat: -flat.numel()), [], False
+
+
 class Bucket:
     """One flat slice of the gradient. `local`, `reduced`: [n]; `local_tail`, `reduced_tail`: float64 [tail.size]."""
 
-    def __init__(self, members: Sequence[Member], *, microbatches: int, exact: bool) -> None:
+    def __init__(self, members: Sequence[Member], *, microbatches: int, exact: bool, memory: Memory | None = None) -> None:
+        memory = memory or Memory()
         first = members[0].parameter
         dtype, device = sum_dtype(first.dtype), first.device
         self.members = tuple(members)
@@ -127,9 +155,9 @@ class Bucket:
         parts = [local_part(member.parameter) for member in members]
         size = sum(part.numel() for part in parts)
         sums = torch.float64 if exact else dtype
-        self.local = torch.zeros(size, dtype=sums, device=device)
-        self.reduced = torch.zeros(size, dtype=sums, device=device)
-        self.scratch = torch.zeros(size, dtype=dtype, device=device) if exact else self.local
+        self.local = memory.zeros(size, sums, device)
+        self.reduced = memory.zeros(size, sums, device)
+        self.scratch = memory.zeros(size, dtype, device) if exact else self.local
         self.local_tail = torch.zeros(self.tail.size, dtype=torch.float64, device=device)
         self.reduced_tail = torch.zeros(self.tail.size, dtype=torch.float64, device=device)
         self.coarse: dict[int, Tensor] = {}             # exact: this replica's coarse sums by level

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from recover.gradients.buckets import Bucket, Entry, Member, check_parameters, sum_dtype
+from recover.gradients.buckets import Bucket, Entry, Member, Memory, check_parameters, sum_dtype
 from recover.gradients.commit import Committed, check_whole, contributors, first_nonfinite, lessons, prepare, uses
 from recover.gradients.exact import DEFAULT_EXPONENT, MAX_MICROBATCHES, clamp_exponent, exponent_above, peak_of
 from recover.gradients.layout import Learned, Slot, plan
@@ -50,12 +50,13 @@ class GradientStore:
 
     parameters: unique, each with `requires_grad`, in the same order on every replica. microbatches: B.
     bucket_bytes, first_bucket_bytes: limits of what one reduction sends; a larger parameter gets a bucket of its own.
+    memory: see `buckets.Memory`; for a store through which no model runs.
     Raises ValueError for parameters that cannot be managed.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], *, microbatches: int,
                  reduction: Reduction = "fast", bucket_bytes: int = 25 << 20,
-                 first_bucket_bytes: int = 1 << 20) -> None:
+                 first_bucket_bytes: int = 1 << 20, memory: Memory | None = None) -> None:
         if reduction not in ("fast", "exact"):
             raise ValueError(f'reduction must be "fast" or "exact", not {reduction!r}')
         if not 1 <= microbatches <= MAX_MICROBATCHES:
@@ -66,6 +67,7 @@ class GradientStore:
         self.learned: Learned | None = None
         self.buckets: tuple[Bucket, ...] = ()
         self.retired: tuple[Bucket, ...] = ()
+        self._memory = memory or Memory()
         self._parameters = tuple(Member(index, name, parameter) for index, (name, parameter) in enumerate(parameters))
         self._limits = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
         self._lay_out()
@@ -91,8 +93,8 @@ class GradientStore:
             slots.append(Slot(local_part(member.parameter).numel(), 8 if exact else dtype.itemsize, (str(dtype), str(device))))
         scale = {member.index: bucket.exponent for bucket in self.buckets for member in bucket.members}
         layout = plan(slots, self.learned, **self._limits)
-        self.buckets = tuple(Bucket([self._parameters[p] for p in members], microbatches=self.microbatches, exact=exact)
-                             for members in layout)
+        self.buckets = tuple(Bucket([self._parameters[p] for p in members], microbatches=self.microbatches, exact=exact,
+                                    memory=self._memory) for members in layout)
         for bucket in self.buckets:
             bucket.exponent = max(scale.get(member.index, DEFAULT_EXPONENT) for member in bucket.members)
 
@@ -109,6 +111,12 @@ class GradientStore:
         self.learned = Learned(fires=list(learned["fires"]), order=list(learned["order"]))
         self.retired, self._retired_since = self.buckets, None
         self._lay_out()
+
+    def begin_with(self, learned: Learned) -> None:
+        """Like `adopt`, in the memory of the present buckets: nothing has been summed yet."""
+        self._memory.rewind()
+        self.adopt(learned)
+        self.release()
 
     def release(self) -> None:
         """Frees the buffers of a former layout: every peer is known to have passed the step that they belong to."""

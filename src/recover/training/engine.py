@@ -103,6 +103,7 @@ class Engine:
         self.giver = Giver(lambda: self.hands, self.welcome, timeouts, record)
         self.hands: Hands | None = None                     # on the script's objects
         self.joiner: Joiner | None = None
+        self.ready: Joiner | None = None                    # made while it waits to be let in
         self.keep: Callable[[ask.Commit], None] | None = None       # what becomes of a committed step while catching up
         self.mistake = ""                                   # this position's model is not like the other replicas'
         self.told_to_go = False                             # set by a signal handler, at any moment
@@ -341,6 +342,7 @@ class Engine:
 
     def form(self, request: ask.Form) -> ask.Formed | None:
         assert self.group is not None
+        self.ready = None                                   # not late after all
         try:
             with self.activity.waiting():
                 forming.compare(self.group, self.script, self.model(), self.timeouts.drain)
@@ -578,6 +580,8 @@ class Engine:
         position = self.position
         while True:
             joins = position.step is None and view.id > self.member.latest.id
+            if joins and self.ready is None:                # what takes time now takes it from nobody
+                self.ready = self.make_joiner()
             limit = self.timeouts.coordinator if joins else self.timeouts.connect
             try:
                 return self.backend.form(view, position.position, position.me, limit)
@@ -589,6 +593,10 @@ class Engine:
                 self.member.wait_view(view.id, self.timeouts.heartbeat)
             except TimeoutError:
                 continue
+
+    def make_joiner(self) -> Joiner:
+        assert self.hands is not None
+        return Joiner(self, self.hands)
 
     def enter(self, request: ask.Enter) -> tuple[int, dict[int, Vector], tuple[int, int]] | None:
         """The first message in a view that was announced with the fence."""
@@ -617,8 +625,7 @@ class Engine:
             self.giver.open(group, [m for m in group.members if m not in level and m != group.me])
             return True
         if self.joiner is None:
-            assert self.hands is not None
-            self.joiner = Joiner(self, self.hands)
+            self.joiner, self.ready = self.ready or self.make_joiner(), None
             self.keep = self.joiner.keep
         with self.activity.waiting():
             return self.joiner.open(group, level, step, layout)

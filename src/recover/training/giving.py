@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("recover.training")
 TEXT = 4096                     # bytes of a reason
+TOUCH = 1 << 20                 # bytes of memory that are made ready in one go
 
 
 class What(IntEnum):
@@ -99,17 +100,18 @@ class Giver:
         self._news = threading.Condition()
         self._reached = -1                              # the newest step that began here
         self._wanted: dict[int, int] = {}               # joiner -> the step whose copy it wants
-        self._rooms: dict[int, Tensor | None] = {}      # step -> memory for its copy; None: it is being made ready
+        self._room: Tensor | None = None                # memory that was made ready for the next copy
+        self._making = False                            # it is being made ready
         self._copies: dict[int, Snapshot | str] = {}    # step -> its copy, or why there can be none
 
     # -- training thread --------------------------------------------------------------------------------------------
     def at(self, step: int) -> None:
         """`step` begins: make the copy that a joiner wants of it."""
         with self._news:
-            if step not in self._wanted.values():
-                self._reached = step
+            if step not in self._wanted.values() or self._room is None:
+                self._reached = step                    # a joiner that wants it is told to name a later one
                 return
-            room = self._rooms.get(step)
+            room, self._room = self._room, None
         since, hands = time.monotonic(), self._hands()
         assert hands is not None
         made: Snapshot | str
@@ -189,11 +191,10 @@ class Giver:
         with self._news:
             self._wanted[joiner] = step
             self._tidy()
-            first = step > self._reached and step not in self._rooms
-            if first:
-                self._rooms[step] = None
-        if first:
-            self._make_room(step)
+            make = not self._making and self._room is None and step > self._reached
+            self._making = self._making or make
+        if make:
+            self._make_room()
         with self._news:
             while step not in self._copies:
                 if step <= self._reached:
@@ -203,26 +204,30 @@ class Giver:
                 self._news.wait(self._timeouts.heartbeat)
             return self._copies[step]
 
-    def _make_room(self, step: int) -> None:
-        """Memory for the copy of `step`, unless that begins meanwhile."""
+    def _make_room(self) -> None:
+        """Memory for a copy, touched bit by bit, half of the time: training wants the processor and the memory, too."""
         hands = self._hands()
         assert hands is not None
         try:
-            room = hands.room()
+            size = hands.size()
         except RuntimeError as changed:                 # the training thread goes on meanwhile: a dict may grow while we look
-            log.debug("no room made for the copy of step %d: %s", step, changed)
-            return
+            log.debug("it can't be told how large a copy will be: %s", changed)
+            size = 0
+        room = torch.empty(size, dtype=torch.uint8)
+        for start in range(0, size, TOUCH):
+            since = time.monotonic()
+            room[start:start + TOUCH].zero_()
+            time.sleep(time.monotonic() - since)
         with self._news:
-            if step > self._reached and step in self._rooms:
-                self._rooms[step] = room
+            self._room, self._making = room, False
 
     def _tidy(self) -> None:
-        """(Locked.) Copies that nobody wants any more, and room that nobody needs."""
+        """(Locked.) Copies that nobody wants any more."""
         wanted = set(self._wanted.values())
         for step in self._copies.keys() - wanted:
             del self._copies[step]
-        for step in [step for step in self._rooms if step not in wanted or step <= self._reached]:
-            del self._rooms[step]
+        if not wanted:
+            self._room = None
 
 
 COPIED = "recover.join.copied"

@@ -83,11 +83,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Hands:
-    """What joining does to the script's objects. `twin`: sums with the same buckets that touch no parameter. `room`: memory
-    for a copy. `take`: a copy of the state in which a step begins, made in the room."""
+    """What joining does to the script's objects. `twin`: sums with the same buckets that touch no parameter. `size`: about
+    the bytes of a copy. `take`: a copy of the state in which a step begins, in memory that was made ready or in its own."""
 
     twin: Callable[[], Sums]
-    room: Callable[[], Tensor]
+    size: Callable[[], int]
     take: Callable[[int, Tensor | None], Snapshot]
     load: Callable[[Head, Tensor], None]
 
@@ -101,7 +101,7 @@ class Joiner:
         self.branch: Agreement = engine.inner.branch()
         self._news = threading.Condition()
         self._kept: dict[int, Kept] = {}
-        self._mirror: Sums | None = None
+        self._mirror = hands.twin()
         self._pump: threading.Thread | None = None
         self._error: BaseException | None = None
         self._start = -1                                # of the attempt
@@ -110,6 +110,7 @@ class Joiner:
         self._segments: list[Segment] = []              # to be replayed, the first one now
         self._placed = False                            # its copy is in place
         self._awaits = -1                               # the step whose sums the script waits for
+        self._inside = False                            # it takes part
         self._next: int | None = None                   # the step that the script replays next
         self._begun = False
         self._over = self._taken = self._live_now = False
@@ -125,7 +126,7 @@ class Joiner:
     def open(self, group: Group, givers: tuple[int, ...], step: int, layout: int) -> bool:
         """A view stands that this joiner is in at `step`; False: it fell already. ValueError for a script that differs."""
         askers = [Asker(group, giver) for giver in givers]
-        if self._mirror is None:
+        if not self._inside:
             try:
                 self._enter(askers, step, layout)
             except PeerLost as lost:
@@ -145,14 +146,13 @@ class Joiner:
         except msgspec.MsgspecError as wrong:
             raise WireError(f"not a welcome: {wrong}") from None
         compare(welcome.alike, self.engine.alike())
-        engine, mirror = self.engine, self.hands.twin()
+        engine, mirror = self.engine, self._mirror
         if welcome.learned is not None:
             engine.lessons = welcome.learned
             if layout:
-                mirror.store.adopt(welcome.learned)
-                mirror.store.release()
+                mirror.store.begin_with(welcome.learned)
         engine.sums, engine.needs_calibration, engine.publisher.paused = mirror, False, True
-        self._mirror, self._start = mirror, catchup.first_start(step)
+        self._inside, self._start, self._entered = True, catchup.first_start(step), time.monotonic()
         self.fetch.begin(self._start)
 
     def keep(self, request: ask.Commit) -> None:

@@ -30,6 +30,7 @@ from recover import collectives, events
 from recover.config import Environment, Timeouts
 from recover.errors import Evicted, Left, LeftRun, NotFinite, Poisoned, RecoverError
 from recover.faults.injector import injector_for
+from recover.gradients.buckets import Memory
 from recover.gradients.buffers import BufferWatch
 from recover.gradients.buffers import Policy as BufferPolicy
 from recover.gradients.store import GradientStore, Reduction
@@ -262,17 +263,18 @@ class Run:
         for optimizer in self.managed.optimizers:
             optimizer.register_step_pre_hook(self._optimizer_steps)
 
-    def _make_sums(self, models: Sequence[torch.nn.Module] = ()) -> Sums:
+    def _make_sums(self, models: Sequence[torch.nn.Module] = (), memory: Memory | None = None) -> Sums:
         options = self.options
         store = GradientStore(self.managed.parameters(), microbatches=options.microbatches, reduction=options.reduction,
-                              bucket_bytes=options.bucket_bytes, first_bucket_bytes=options.first_bucket_bytes)
+                              bucket_bytes=options.bucket_bytes, first_bucket_bytes=options.first_bucket_bytes,
+                              memory=memory)
         watch = BufferWatch(self.managed.named_buffers, options.buffers, microbatches=options.microbatches,
                             exact=options.reduction == "exact")
         return Sums(store, watch, Metrics(options.microbatches), models)
 
     def _twin(self) -> Sums:
         """(While catching up.) Sums with the same buckets, in which nothing is ever summed: they touch no parameter."""
-        twin = Mirror(self._make_sums())
+        twin = Mirror(self._make_sums(memory=Memory(keep=True)))
         if self.sums.evaluator is not None:
             twin.attach(self.sums.evaluator.twin())
         return twin
@@ -445,7 +447,7 @@ class Run:
         script = [f"{count} steps", "no evaluation" if evaluator is None else evaluator.signature(),
                   "no checkpoints" if wanted is None else wanted.rhythm()]
         self.engine.start(position, self.options.microbatches if self.options.policy.constant else None, script)
-        self.engine.hands = Hands(self._twin, lambda: snapshot.room(self.managed), self._copy, self._load)
+        self.engine.hands = Hands(self._twin, lambda: snapshot.size_of(self.managed), self._copy, self._load)
         self.member.start()
         view = self.member.wait_news(self.timeouts.formation)
         self.member.vouch()

@@ -6,7 +6,8 @@ Theory of operation
   the other into one buffer, and everything else goes into the header. Nothing is pickled.
 * A *snapshot* is copied by the training thread while nothing changes what it holds: between the update of the step before
   and the microbatches of the next. It is one copy into one buffer; everything after that happens on the side, and so
-  does what comes before: most of the time of such a copy goes into memory that was never touched, so `room` makes it ready.
+  does what comes before: most of the time of such a copy goes into memory that was never touched, so a giver makes it ready
+  (`size_of`).
 * Of a `DTensor` the local part travels, from the same position of another replica, which holds the same part.
 * Replicas that are equal make equal snapshots, bit for bit: `digest` compares them.
 """
@@ -91,15 +92,13 @@ def places(tensors: Specification) -> tuple[dict[str, Place], int]:
 
 # ---------------------------------------------------------------- taking
 
-def room(managed: Managed) -> Tensor:
-    """Touched memory for a copy, as far as its size can be told without asking the script's objects. Any thread."""
+def size_of(managed: Managed) -> int:
+    """Bytes for a copy, as far as that can be told without asking the script's objects. Any thread."""
     tensors: list[Tensor] = [tensor for _, tensor in managed.named_tensors()]
     for optimizer in managed.optimizers:
         tensors += [value for state in list(optimizer.state.values()) for value in list(state.values())
                     if isinstance(value, Tensor)]
-    parts = map(local_part, tensors)
-    size = sum(aligned(part.numel() * part.element_size()) for part in parts)
-    return torch.zeros(size + SPARE, dtype=torch.uint8).fill_(0)        # zeros alone would leave it to be touched
+    return SPARE + sum(aligned(part.numel() * part.element_size()) for part in map(local_part, tensors))
 
 
 def take(step: int, managed: Managed, store: Any, into: Tensor | None = None) -> Snapshot:
@@ -144,4 +143,4 @@ def load(head: Head, data: Tensor, managed: Managed) -> Any:
     return head.store
 
 
-__all__ = ["MAX_HEAD", "Head", "Snapshot", "load", "read_head", "room", "take"]
+__all__ = ["MAX_HEAD", "Head", "Snapshot", "load", "read_head", "size_of", "take"]
