@@ -238,10 +238,20 @@ class Position:
             if any((yield from self.turn())):
                 return False
             chunk, taken_over = self.next_chunk(step, sorted(work - self.done))
-            last = set(chunk) == work - self.done and not self.shadow[step] and step not in self.switch and not taken_over
+            if step in self.switch and set(chunk) == work - self.done:
+                self.trouble = not (yield from self.switch_early(step))
+                continue
+            last = set(chunk) == work - self.done and not self.shadow[step] and not taken_over
             yield Compute(step, chunk, last, taken_over)
             self.done.update(chunk)
         return True
+
+    def switch_early(self, step: int) -> Moves:
+        """`early`: a pending view takes over before the last microbatch, behind which whatever a joiner does first is hidden."""
+        pending = self.switch.pop(step)
+        if self.fence < step - 1 and not (yield from self.pass_fence(step - 1)):
+            return False
+        return (yield from self.enter_pending(pending))
 
     def next_chunk(self, step: int, left: list[int]) -> tuple[tuple[int, ...], int]:
         """What to compute next, and how much of it was taken over from the dead: last, one by one, and nothing is launched
