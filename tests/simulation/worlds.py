@@ -13,7 +13,7 @@ class Preempted(World):
 
     def __init__(self, seed, *rest):
         super().__init__(seed, *rest)
-        self.budget = dict(self.budget, preempt=1)
+        self.budget, self.poison = dict(self.budget, preempt=1), set()      # a killer would stop it before it is told to
 
 
 class Floored(World):

@@ -62,6 +62,8 @@ class Schedule:
     def trouble(self) -> None:
         """Kills, freezes, leaves, joins."""
         world, rnd, budget = self.world, self.world.random, self.world.budget
+        if not (world.preempted or world.frozen or any(budget.values())):
+            return
         if budget["kill"]:
             sound = world.sound()
             victims = sorted(a for a in self.running if a[0] in world.entry and (a[0] not in sound or len(sound) > 1))
@@ -95,7 +97,7 @@ class Schedule:
     def coordinate(self) -> None:
         """The coordinator crashes, comes back, notices deaths."""
         world, rnd = self.world, self.world.random
-        if world.up and self.all_know_a_view() and self.happens("crash"):
+        if world.up and world.budget["crash"] and self.all_know_a_view() and self.happens("crash"):
             world.crash()
         elif not world.up and rnd.random() < .02:
             world.restart()
@@ -115,6 +117,8 @@ class Schedule:
     def clean_up(self) -> None:
         """What is left of a broken replica is ended, some time; and whoever is not in the last view (`verdict`)."""
         world = self.world
+        if not world.doomed and world.final is None:
+            return
         for m in sorted(world.doomed) if world.doomed else ():
             if world.random.random() < .03 and m not in world.finished:
                 for p in range(world.positions):
@@ -125,7 +129,7 @@ class Schedule:
 
     def advance(self) -> None:
         frozen = self.world.frozen
-        ready = [a for a in self.running if a[0] not in frozen] if frozen else list(self.running)
+        ready = [a for a in self.running if a[0] not in frozen] if frozen else [*self.running]
         if ready:
             actor = self.world.random.choice(ready)
             if next(self.running[actor], "ended") == "ended":       # type: ignore[call-overload]
@@ -139,9 +143,9 @@ def run(seed: int, parts: Parts | None = None, positions: int | None = None) -> 
     schedule = Schedule(world, parts)
     for m in range(world.size):
         schedule.start(m)
-    turns = 0
-    while any(m in world.entry for m, _ in schedule.running):
-        turns += 1
+    turns = running = 0
+    while len(schedule.running) == running or any(m in world.entry for m, _ in schedule.running):
+        turns, running = turns + 1, len(schedule.running)   # whoever has entered stays in, so only an end changes that
         check(turns < 200_000, "I3: runs forever")
         schedule.trouble()
         schedule.coordinate()
