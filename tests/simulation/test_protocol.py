@@ -13,9 +13,9 @@ from recover.simulate.world import World
 
 SCHEDULES = 20_000
 
-KNOWN = dict(fence=2, lag=30, reset=7, forward=2, order=2, confirm=1335, proves=35, agreement=3, turn=0, vector=7,
+KNOWN = dict(fence=2, lag=30, reset=32, forward=2, order=2, confirm=1335, proves=35, agreement=3, turn=0, vector=7,
              freeze=1774, settle=4820, exit=2, handback=60, whole=10, clean=10, suspect=5, blame=16, atonce=43, verdict=2174,
-             incarnation=45, newest=144, hold=21, reissue=0, vectors=7, floor=7, unknown=561,
+             incarnation=45, newest=144, hold=21, reissue=0, vectors=146, floor=7, unknown=561,
              unbegun=9, first=15579, late=44)
 """A seed that breaks without the rule (found by running seeds from 0 on)."""
 
