@@ -31,14 +31,14 @@ DEFAULTS: dict[str, Any] = dict(
     weighted=False, metrics=False, reference=False, width=WIDTH, order="usual", data_length=4096, spike=None, linger=0.0,
     unused=None, forget=None, late=0.0, boost=None, dtype="float32", dies=None, compile=None, optimizer="adamw", piece=None,
     drip=0.0, kept=None, lag=0.0, wrong=None, checkpoint=None, save=(), drag=0.0, samples=37, killer=None, skip=(),
-    poison="stop", hangs=None, fails=None)
+    poison="stop", orders=None, fails=None)
 """spike, boost: [step, index] whose loss is NaN, or a thousand million times as large. linger: seconds before each
 microbatch; late: before the last update. unused: the step from which on a further layer is used. forget: {"step",
 "buckets"}: see `forgetful`. dies: "form" (see `dies_forming`), or "giving", "fetching" (see `joins`).
 optimizer: or "sgd". piece, drip, kept, lag, wrong: see `joins`. order, width: make a model that does not fit the others'.
 compile: torch.compile's arguments. checkpoint: arguments of recover.Checkpoints. save: steps in which to call run.save().
 drag: seconds after each microbatch. samples: of `evaluates`. killer: [step, index] that kills whoever computes it.
-hangs: a directory; see `hang`. fails: see `joins`."""
+orders: a directory; see `misbehave`. fails: see `joins`."""
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -231,15 +231,19 @@ def joins(setup: Setup) -> None:
         joining.Joiner._replay = replays
 
 
-def hang(setup: Setup) -> None:
-    """For ever, if a file says so, which is then gone: the next life does not. Not before the time of a microbatch is known."""
+def misbehave(setup: Setup, run: recover.Run) -> None:
+    """If a file says so, which is then gone: hang for ever, or drop the connections. Not before the time of a microbatch is known."""
     setup.turns += 1
-    if setup.turns < 5:
+    if setup.turns < 5 or not setup.s["orders"]:
         return
-    file = setup.s["hangs"] and os.path.join(setup.s["hangs"], f"hang{os.environ['RECOVER_REPLICA']}")
-    if file and os.path.exists(file):
-        os.unlink(file)
-        time.sleep(3600)
+    for order in ("hang", "cut"):
+        file = os.path.join(setup.s["orders"], f"{order}{os.environ['RECOVER_REPLICA']}")
+        if os.path.exists(file):
+            os.unlink(file)
+            if order == "hang":
+                time.sleep(3600)
+            if run.engine.group is not None:
+                run.engine.group.sever()
 
 
 def zero(setup: Setup, place: str) -> None:
@@ -277,7 +281,7 @@ def train(script: Script) -> None:
                 if setup.s["linger"]:
                     time.sleep(setup.s["linger"])
                 zero(setup, "inside")
-                hang(setup)
+                misbehave(setup, run)
                 if setup.s["killer"] == [microbatch.step, microbatch.index]:
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss, weight = setup.loss(microbatch)

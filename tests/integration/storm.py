@@ -3,7 +3,8 @@
 Theory of operation
 -------------------
 * One seed is one storm. Kinds: SIGKILL at a random moment (of a member, of a joiner, of a donor), a stop that is continued
-  late, a training thread that hangs while heartbeats go on, SIGTERM to one replica, and the coordinator's death.
+  late, a training thread that hangs while heartbeats go on, data connections that break while nobody dies, SIGTERM to one
+  replica, and the coordinator's death.
 * Replica 0 is the witness: nothing happens to it. Its open files, threads and memory are read as the storm goes on.
 * Whatever ends is started again under its number, as `recover launch --restart` does. The next fault waits until at least
   `SOUND` replicas, the witness among them, hold the parameters: the run must never be without anyone.
@@ -22,7 +23,7 @@ from typing import Any
 
 from harness import Cluster
 
-KINDS = {"kill": 10, "two kills": 3, "freeze": 2, "hang": 1, "leave": 2, "coordinator": 2}
+KINDS = {"kill": 10, "two kills": 3, "freeze": 2, "hang": 1, "cut": 2, "leave": 2, "coordinator": 2}
 REPLICAS, SOUND = 4, 2
 FAILURE_TIMEOUT = 2.0
 WITNESS = 0
@@ -125,6 +126,9 @@ class Storm:
         made = self.cluster
         if kind == "leave" and victim not in self.level:
             kind = "kill"                                   # a start that is told to go need not end before it has begun
+        if kind == "cut":                                   # nobody is lost
+            (made.directory / f"cut{victim}").touch()
+            return
         self.sick.add(victim)
         if kind == "freeze":
             self.frozen[victim] = time.monotonic() + FAILURE_TIMEOUT * self.chance.uniform(.2, 2)
@@ -146,7 +150,7 @@ def growth(readings: list[dict[str, int]]) -> dict[str, int]:
 def storm(directory: Path, seed: int, faults: int, seconds: float, **settings: Any) -> tuple[Storm, int]:
     """The storm, and the step before which it was ended."""
     made = Cluster(directory, "run_script:train", REPLICAS, failure_timeout=FAILURE_TIMEOUT,
-                   settings={"steps": 1_000_000, "linger": .02, "hangs": str(directory), **settings})
+                   settings={"steps": 1_000_000, "linger": .02, "orders": str(directory), **settings})
     blown = Storm(made, seed, faults, seconds)
     try:
         made.start()

@@ -11,6 +11,7 @@ from run_checks import healthy
 
 from recover import events
 from recover.errors import LEFT
+from recover.report.audit import audit
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -73,6 +74,28 @@ def test_a_frozen_rank_is_left_behind_and_contributes_nothing_when_it_wakes_up(t
     assert late.end["status"] == "evicted"
     assert max(late.receipts, default=-1) < 3
     assert "the others went on without replica 1" in late.output
+
+
+def test_whoever_was_frozen_for_too_long_is_put_out_and_comes_back(tmp_path):
+    steps = 60
+    with cluster(tmp_path, TRAIN, 3, plan=[fault(1, 3, "compute:1", "stop")], settings=dict(steps=steps, linger=0.03),
+                 failure_timeout=TIMEOUT) as made:
+        made.until(lambda: made.stopped(1), "it is frozen")
+        made.until(lambda: made.said(0, "step")[-1]["step"] > 8, "the others train on")
+        made.signal(1, signal.SIGCONT)
+        made.wait([1])
+        assert made.code(1) == LEFT, made.show()
+        made.start_rank(1)
+        made.wait()
+        result = made.collect()
+    assert [rank.code for rank in result.ranks.values()] == [0] * 3, result.show()
+    assert causes(result) == [(1, "heartbeat")]
+    assert audit(result.directory / "events").ok
+    assert result.hash == run(tmp_path, TRAIN, 1, settings=dict(steps=steps)).hash
+    done = [set(receipt["who"]) for _, receipt in sorted(result.ranks[0].receipts.items())]
+    assert 1 in done[0]
+    assert 1 not in done[8]
+    assert 1 in done[-1], "it takes its part again"
 
 
 @pytest.mark.parametrize(("action", "cause"), [("hang", "hung"), ("stop", "heartbeat")])

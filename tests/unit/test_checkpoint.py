@@ -120,6 +120,15 @@ def test_two_that_write_the_same_step(tmp_path):
     assert float(load(first, 0).flat.tensors["model/w"][0]) == 1.0
 
 
+def test_two_runs_in_one_directory_are_told(tmp_path):
+    first = written(tmp_path, 5)
+    draft = Draft(tmp_path, 5, "r1-x")
+    file = draft.write(0, part(9.0))
+    with pytest.raises(FileExistsError, match="two runs write to"):
+        draft.publish(Manifest(steps=5, run_id="other", replica=1, facts=FACTS, notes={}, files=[file]))
+    assert list(tmp_path.iterdir()) == [first]
+
+
 class Bomb:
     def __reduce__(self):
         return os.system, ("touch exploded",)

@@ -139,25 +139,35 @@ class Draft:
             return File(hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size)
 
     def publish(self, manifest: Manifest) -> bool:
-        """All positions are in: it gets its name. False: another replica was first, and this copy is dropped."""
+        """All positions are in: it gets its name. False: another replica was first, and this copy is dropped.
+
+        Raises OSError; FileExistsError if it is another run that was first.
+        """
         with (self.path / MANIFEST).open("wb") as file:
             file.write(manifest.text())
             file.flush()
             os.fsync(file.fileno())
         flush_directory(self.path)
         target = self.directory / f"step-{self.steps:08d}"
-        if target.exists():
-            self.drop()
-            return False
         try:
+            if target.exists():
+                return self._second(target, manifest)
             self.path.rename(target)
         except OSError:
             if not target.exists():
                 raise
-            self.drop()
-            return False
+            return self._second(target, manifest)
         flush_directory(self.directory)
         return True
+
+    def _second(self, target: Path, manifest: Manifest) -> bool:
+        self.drop()
+        with suppress(CheckpointDamaged):
+            other, _ = read_manifest(target)
+            if other.run_id != manifest.run_id:             # what an earlier run left is renamed before this one begins
+                raise FileExistsError(f"{target.name} was just written by another run ({other.run_id}): two runs write to "
+                                      f"{self.directory}")
+        return False
 
     def drop(self) -> None:
         """It was not finished: nothing of it stays."""

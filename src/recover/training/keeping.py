@@ -64,6 +64,7 @@ class Keeping:
         self.saver.fenced(step - 1)
         if all(self.engine.agreed("fenced", True)):
             self.saver.settle()
+
     def finish(self, timeout: float) -> None:
         """The end of the run. Nobody goes before the last checkpoint is written: a launcher ends whoever is late."""
         self.announce()
