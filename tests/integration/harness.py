@@ -5,7 +5,8 @@ Theory of operation
 * A *fork server* (this file run as a script) imports torch once and forks a process per rank. It has one thread, so a
   fork is safe, and what it forks dies with it; it dies when its standard input ends. Each rank leads a session, so that
   what it forked itself (a loader's workers) is found and ended by its process group.
-* The coordinator is the real one, `python -m recover.membership.coordinator`, started anew for every run.
+* The coordinator is the real one, a process of its own for every run: forked, too, or (in a network namespace)
+  `python -m recover.membership.coordinator`.
 * A rank runs a *script*: a function in some module, named "module:function", called with a `Script`. What it `say`s goes
   to a file line by line, hence survives its SIGKILL.
 * Every wait has a deadline. `Cluster.close` ends whatever is left, also what was stopped, by its process id.
@@ -35,6 +36,7 @@ from typing import Any
 import yaml
 
 from recover import events
+from recover.membership import coordinator
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
@@ -231,6 +233,33 @@ class ForkServer:
             self.process.wait(5)
 
 
+class Forked:
+    """A process of the fork server, as `subprocess.Popen` would show it."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.server, self.pid = server, pid
+
+    def poll(self) -> int | None:
+        self.server.listen(0)
+        return self.server.codes.get(self.pid)
+
+    def wait(self, timeout: float) -> int:
+        self.server.until(lambda: self.pid in self.server.codes, f"process {self.pid} has ended", timeout)
+        return self.server.codes[self.pid]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def coordinate(script: Script) -> None:
+    """The coordinator's process."""
+    sys.exit(coordinator.main(script.settings["arguments"]))
+
+
 @dataclass
 class Rank:
     """One replica's only rank: how it ended (None: it did not), and what it left."""
@@ -295,7 +324,7 @@ class Cluster:
         (directory / "plan.yaml").write_text(yaml.safe_dump({"faults": self.plan}))
         self.server = ForkServer.get()
         self.ranks: dict[int, Rank] = {}
-        self.coordinator: subprocess.Popen[bytes] | None = None
+        self.coordinator: Forked | subprocess.Popen[bytes] | None = None
         self.incarnation, self.port = -1, 0
 
     def start(self) -> Cluster:
@@ -307,18 +336,27 @@ class Cluster:
     def start_coordinator(self) -> None:
         self.incarnation += 1
         port_file = self.directory / f"port{self.incarnation}"
-        command = [*self.inside, sys.executable, "-m", "recover.membership.coordinator", "--listen", f"{self.host}:{self.port}",
-                   "--token-file", str(self.directory / "token"), "--run-id", RUN, "--replicas", str(self.replicas),
-                   "--ranks-per-replica", str(self.positions),
-                   "--failure-timeout", str(self.failure_timeout), "--incarnation", str(self.incarnation), "--events",
-                   str(self.events), "--port-file", str(port_file), *self.options]
-        with (self.directory / "coordinator.txt").open("ab") as output:
-            self.coordinator = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, stdout=output,
-                                                stderr=output, preexec_fn=die_with_parent)
-        started = self.coordinator
+        arguments = ["--listen", f"{self.host}:{self.port}",
+                     "--token-file", str(self.directory / "token"), "--run-id", RUN, "--replicas", str(self.replicas),
+                     "--ranks-per-replica", str(self.positions),
+                     "--failure-timeout", str(self.failure_timeout), "--incarnation", str(self.incarnation), "--events",
+                     str(self.events), "--port-file", str(port_file), *self.options]
+        started = self.coordinator = self._coordinator_inside(arguments) if self.inside else self._coordinator(arguments)
         self.server.until(lambda: port_file.exists() or started.poll() is not None, "the coordinator is up", 20)
         assert started.poll() is None, self._text("coordinator.txt")
         self.port = int(port_file.read_text())
+
+    def _coordinator(self, arguments: list[str]) -> Forked:
+        pid = self.server.order(name=f"{self.directory}/coordinator{self.incarnation}", script="harness:coordinate",
+                                environ={}, output=str(self.directory / "coordinator.txt"), said=os.devnull,
+                                settings={"arguments": arguments})
+        return Forked(self.server, pid)
+
+    def _coordinator_inside(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+        with (self.directory / "coordinator.txt").open("ab") as output:
+            return subprocess.Popen([*self.inside, sys.executable, "-m", "recover.membership.coordinator", *arguments],
+                                    env={**os.environ, "PYTHONPATH": str(SOURCE)}, stdout=output, stderr=output,
+                                    preexec_fn=die_with_parent)
 
     @property
     def addresses(self) -> str:

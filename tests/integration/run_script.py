@@ -232,7 +232,7 @@ def joins(setup: Setup) -> None:
 
 
 def misbehave(setup: Setup, run: recover.Run) -> None:
-    """If a file says so, which is then gone: hang for ever, or drop the connections. Not before the time of a microbatch is known."""
+    """If a file says so, which is then gone: hang for ever, or drop the connections. Once it is under way."""
     setup.turns += 1
     if setup.turns < 5 or not setup.s["orders"]:
         return

@@ -51,6 +51,7 @@ class Storm:
     frozen: dict[int, float] = field(default_factory=dict)      # replica -> when it is continued
     sick: set[int] = field(default_factory=set)                 # something happened to this life
     level: set[int] = field(default_factory=set)
+    read: dict[int, int] = field(default_factory=dict)          # of a life's events, bytes that are from before it was continued
 
     def blow(self) -> int:
         """Returns the step before which all stopped. Raises TimeoutError if the run does not get over something."""
@@ -63,7 +64,7 @@ class Storm:
                 self.readings.append(resources(made.ranks[WITNESS].pid))
             self.pause(self.chance.uniform(0, .3))
             self.strike()
-        made.until(lambda: self.holders() == set(range(REPLICAS)), "all are back", 120)
+        made.until(lambda: self.holders() == set(range(REPLICAS)) and not self.frozen, "all are back", 120)
         self.readings.append(resources(made.ranks[WITNESS].pid))
         for replica in range(REPLICAS):
             made.signal(replica, signal.SIGTERM)
@@ -82,8 +83,10 @@ class Storm:
         made = self.cluster
         for replica in [r for r, when in self.frozen.items() if time.monotonic() > when]:
             del self.frozen[replica]
+            self.read[replica] = self.log_of(replica).stat().st_size
+            self.level.discard(replica)                 # if it was missed, it ends by itself; else it says what it does next
+            self.sick.discard(replica)
             made.signal(replica, signal.SIGCONT)
-            self.sick.discard(replica)                  # if it was missed, it ends by itself
         for replica in range(REPLICAS):
             code = made.code(replica)
             if code is None:
@@ -92,18 +95,22 @@ class Storm:
             self.frozen.pop(replica, None)
             self.sick.discard(replica)
             self.level.discard(replica)
+            self.read.pop(replica, None)
             made.start_rank(replica)
             self.lives += 1
 
     def holders(self) -> set[int]:
         """Replicas that hold the parameters and to which nothing has happened: their lives have published receipts."""
         self.tend()
-        for replica, rank in self.cluster.ranks.items():
-            path = self.cluster.events / f"events-replica{replica}-rank0-{rank.pid}.jsonl"
-            if replica not in self.level and path.exists() and b"recover.step.receipt" in path.read_bytes():
+        for replica in self.cluster.ranks.keys() - self.level:
+            path = self.log_of(replica)
+            if path.exists() and b"recover.step.receipt" in path.read_bytes()[self.read.get(replica, 0):]:
                 self.level.add(replica)
-                self.joined += replica in self.level and self.lives > 0
+                self.joined += self.lives > 0 and replica not in self.read
         return self.level - self.sick
+
+    def log_of(self, replica: int) -> Path:
+        return self.cluster.events / f"events-replica{replica}-rank0-{self.cluster.ranks[replica].pid}.jsonl"
 
     def strike(self) -> None:
         made, chance = self.cluster, self.chance
@@ -133,8 +140,6 @@ class Storm:
         if kind == "freeze":
             self.frozen[victim] = time.monotonic() + FAILURE_TIMEOUT * self.chance.uniform(.2, 2)
             made.signal(victim, signal.SIGSTOP)
-            if self.frozen[victim] < time.monotonic() + FAILURE_TIMEOUT:
-                self.sick.discard(victim)                   # perhaps it is not even missed
         elif kind == "hang":
             (made.directory / f"hang{victim}").touch()
         else:

@@ -52,7 +52,9 @@ def launch(folder: Path, name: str, replicas: int, plan: list[dict[str, object]]
     return {rank: found.pop() for rank, found in ends.items()}, json.loads(losses.pop())
 
 
-@pytest.mark.parametrize(("name", "replicas", "victim"), [("hsdp", 3, (1, 1)), ("pp_tp", 2, (0, 2)), ("pp_fsdp", 2, (1, 3))])
+@pytest.mark.parametrize(("name", "replicas", "victim"), [
+    pytest.param("hsdp", 3, (1, 1), marks=pytest.mark.slow), ("pp_tp", 2, (0, 2)),
+    pytest.param("pp_fsdp", 2, (1, 3), marks=pytest.mark.slow)])
 def test_a_rank_is_killed(tmp_path: Path, name: str, replicas: int, victim: tuple[int, int]) -> None:
     plan: list[dict[str, object]] = [dict(replica=victim[0], rank=victim[1], step=1, place="reduce:1", action="kill")]
     assert launch(tmp_path / "killed", name, replicas, plan) == launch(tmp_path / "alone", name, 1, [])

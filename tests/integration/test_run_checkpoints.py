@@ -61,7 +61,7 @@ def ends_like(result, reference):
     assert result.losses == reference.losses[-len(result.losses):]
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (1, 1)])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_another_number_of_replicas_goes_on(tmp_path, kept, reference, before, after):
     first = run(tmp_path, TRAIN, before, settings=settings(kept, 10))
     healthy(first, 10)
@@ -90,7 +90,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, kept, reference):
     assert audit(again.directory / "events").offences[0].what.startswith("no receipt here")     # and nothing else
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 def test_everything_is_killed_at_a_random_moment(tmp_path, kept, reference, seed):
     chance = random.Random(seed)
     results = []

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 TRAIN = "run_script:train"
 STEPS, LINGER = 24, 0.02
+SLOWLY = pytest.mark.slow
 SLOW = {"piece": 4096, "drip": 0.1}                     # nine pieces: some steps long
 
 
@@ -60,7 +61,7 @@ def same(result, reference, survivors, **settings):
         assert STEPS - 1 in losses, result.show()
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 7])
+@pytest.mark.parametrize("step", [0, 1, pytest.param(2, marks=SLOWLY), pytest.param(7, marks=SLOWLY)])
 def test_a_third_replica_joins(tmp_path, reference, step):
     with started(tmp_path) as made:
         until_step(made, step)
@@ -74,8 +75,8 @@ def test_a_third_replica_joins(tmp_path, reference, step):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(batch_norm=True, buffers="mean", tied=True), dict(weighted=True, metrics=True, optimizer="sgd"), dict(dtype="bfloat16"),
-    dict(unused=12), dict(hash_every=0)], ids=str)
+    dict(batch_norm=True, buffers="mean", tied=True), dict(weighted=True, metrics=True, optimizer="sgd"),
+    pytest.param(dict(dtype="bfloat16"), marks=SLOWLY), dict(unused=12), pytest.param(dict(hash_every=0), marks=SLOWLY)], ids=str)
 def test_other_scripts(tmp_path, reference, settings):
     with started(tmp_path, settings=settings) as made:
         until_step(made, 3)
@@ -184,7 +185,8 @@ def test_the_last_giver_dies_and_the_joiner_says_that_it_is_over(tmp_path):
     assert "no member that holds the parameters is left" in result.ranks[1].end["message"], result.show()
 
 
-@pytest.mark.parametrize("place", ["compute:1", "reduce:1", "complete", "fence", "optimizer", "between"])
+@pytest.mark.parametrize("place", ["compute:1", "reduce:1", *(
+    pytest.param(place, marks=SLOWLY) for place in ("complete", "fence", "optimizer", "between"))])
 def test_a_survivor_dies_while_another_catches_up(tmp_path, reference, place):
     with started(tmp_path, joiner=SLOW, plan=[fault(1, 9, place)], settings={"linger": 0.03}) as made:
         until_step(made, 3)

@@ -36,7 +36,8 @@ def views(result: Result) -> set[tuple[int, int]]:
     return {tuple(receipt["view"]) for rank in result.survivors for receipt in rank.receipts.values()}
 
 
-@pytest.mark.parametrize(("replicas", "place"), [(2, "compute:1"), (3, "compute:1"), (3, "complete"), (3, "reduce:1")])
+@pytest.mark.parametrize(("replicas", "place"), [
+    (2, "compute:1"), (3, "compute:1"), pytest.param(3, "complete", marks=pytest.mark.slow), (3, "reduce:1")])
 def test_a_hung_training_thread_is_left_behind(tmp_path, alone, replicas, place):
     """Its heartbeats go on. The survivors finish, nobody else goes, and it leaves by itself."""
     result = run(tmp_path, TRAIN, replicas, plan=[fault(1, 3, place, "hang")], settings=SETTINGS, failure_timeout=TIMEOUT,

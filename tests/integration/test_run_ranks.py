@@ -86,7 +86,6 @@ def test_a_kill_inside_a_recovery(tmp_path, reference, layout, position, place):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("'slow' not in config.getoption('-m')", reason="the long suite: pytest -m slow")
 @pytest.mark.parametrize("place", RECOVERY)
 @pytest.mark.parametrize(("layout", "position"), [(layout, n) for layout, (_, size) in SIZES.items() for n in range(size)])
 def test_a_kill_of_every_position_inside_a_recovery(tmp_path, reference, layout, position, place):
@@ -94,7 +93,6 @@ def test_a_kill_of_every_position_inside_a_recovery(tmp_path, reference, layout,
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("'slow' not in config.getoption('-m')", reason="the long suite: pytest -m slow")
 @pytest.mark.parametrize("step", [0, 1, STEPS - 1])
 @pytest.mark.parametrize(("layout", "position", "place"), [
     (layout, position, place) for layout, (_, positions) in SIZES.items() for position in range(positions)

@@ -28,7 +28,7 @@ def contributed(result, replica):
     return sum(receipt["who"].count(replica) for receipt in result.survivors[0].receipts.values())
 
 
-SLOW = [pytest.mark.slow, pytest.mark.skipif("'slow' not in config.getoption('-m')", reason="the long suite: pytest -m slow")]
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("pp_tp", marks=SLOW), pytest.param("pp_fsdp", marks=SLOW)])

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 def test_a_run_gets_over_whatever_happens(tmp_path):
     (tmp_path / "storm").mkdir()
-    blown, steps = storm(tmp_path / "storm", seed=1, faults=15, seconds=90)
+    blown, steps = storm(tmp_path / "storm", seed=1, faults=8, seconds=90)
     assert blown.lives > 0
     assert blown.joined > 0
     assert audit(tmp_path / "storm" / "events").ok
