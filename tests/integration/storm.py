@@ -83,7 +83,8 @@ class Storm:
         made = self.cluster
         for replica in [r for r, when in self.frozen.items() if time.monotonic() > when]:
             del self.frozen[replica]
-            self.read[replica] = self.log_of(replica).stat().st_size
+            log = self.log_of(replica)
+            self.read[replica] = log.stat().st_size if log.exists() else 0
             self.level.discard(replica)                 # if it was missed, it ends by itself; else it says what it does next
             self.sick.discard(replica)
             made.signal(replica, signal.SIGCONT)

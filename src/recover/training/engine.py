@@ -529,9 +529,15 @@ class Engine:
                     self.member.suspect(after, "no new view came", None)
 
     def announced(self, after: tuple[int, int]) -> View | None:
-        """The view, newer than `after`, that is to let this joiner in with the fence."""
+        """The view, newer than `after`, that is to let this joiner in with the fence.
+
+        None if it is in a view already that is newer than `after`: there others wait for its report, whatever is announced on
+        top of that.
+        """
         pending = self.member.pending
-        return pending.view if pending is not None and pending.view.id > max(after, self.member.latest.id) else None
+        if pending is None or self.member.latest.id > after:        # in this order: what was announced last was heard last
+            return None
+        return pending.view if pending.view.id > after else None
 
     def reform(self, request: ask.Reform) -> bool:
         since = time.monotonic()
