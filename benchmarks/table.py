@@ -47,8 +47,9 @@ def rows() -> list[tuple[str, str, str]]:
         ("SIGKILL of one of up to 6: until the last survivor has its error, worst of 20: `tcp`, `ulfm`",
          f"{died['tcp']['last']['max']:.0f} ms, {died['ulfm']['last']['max']:.0f} ms", "python benchmarks/collectives.py"),
         (f"{sum(soak['faults'].values())} random faults in {soak['seconds']:.0f} s over one run of 4 replicas with restarts "
-         f"(kills, freezes, hangs, leaves, coordinator): came back {soak['joined']} times; hash equals the undisturbed run's, "
-         "offences in the audit", f"{'yes' if soak['equal'] else 'NO'}, {len(soak['offences'])}", "python benchmarks/soak.py"),
+         f"(kills, freezes, hangs, cuts, leaves, coordinator): came back {soak['joined']} times; hash equals the undisturbed "
+         "run's, offences in the audit", f"{'yes' if soak['equal'] else 'NO'}, {len(soak['offences'])}",
+         "python benchmarks/soak.py"),
         (f"{len(joins['joins'])} joins of a run under way, some with the donor or the joiner killed: equal from its first step",
          f"{sum(each['equal'] for each in joins['joins'])}", "python benchmarks/join.py"),
         ("a replica of 10 million parameters joins three on two cores: their longest step meanwhile, against the median",
