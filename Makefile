@@ -10,11 +10,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install demo test lint types pytest long check clean
+.PHONY: help install demo test lint types pytest long test-gpu check clean
 
 help:
 	@echo 'make demo    train a small GPT while three of its four replicas are killed; DEMO_ARGS="--text FILE" for other text'
 	@echo 'make test    ruff, mypy and the tests'
+	@echo 'make test-gpu  the tests that need a GPU; without one it says what is skipped'
 	@echo 'make long    the long suite: what is marked slow'
 	@echo 'make check   everything: make test, then make demo'
 	@echo 'make clean   remove caches and results (not the environment)'
@@ -42,6 +43,9 @@ types: $(STAMP)
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
 
 long: $(STAMP)
 	$(BIN)/python -m pytest -m slow

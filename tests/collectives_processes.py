@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 import pytest
+import torch
 
 from collectives_harness import PATIENCE, make, ranks, view_of
 from recover.collectives import Backend, Group, names
@@ -50,6 +51,8 @@ MISSING: dict[str, str] = {}
 
 if importlib.util.find_spec("mpi4py") is None or find_mpirun() is None:
     MISSING["ulfm"] = 'needs pip install "recover-training[ulfm]"'
+if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+    MISSING["nccl"] = "needs a GPU, and a torch with NCCL"
 for module in filter(None, os.environ.get("RECOVER_TEST_BACKENDS", "").split(",")):
     importlib.import_module(module)
 

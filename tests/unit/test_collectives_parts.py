@@ -7,7 +7,7 @@ import torch
 
 from recover import forks
 from recover.collectives import addresses, create, names
-from recover.collectives.groups import _check_layout, _check_pairs, _number
+from recover.collectives.groups import _check_layout, check_number, check_pairs
 from recover.collectives.work import Pending, failed
 from recover.config import Timeouts
 from recover.errors import PeerLost
@@ -88,17 +88,17 @@ def test_ipv6_of_an_interface(tmp_path):
 def test_arguments():
     a, b = torch.zeros(4), torch.zeros(4)
     with pytest.raises(ValueError, match="inputs for"):
-        _check_pairs([a], [])
+        check_pairs([a], [])
     with pytest.raises(ValueError, match="share memory"):
-        _check_pairs([a], [a])
+        check_pairs([a], [a])
     with pytest.raises(ValueError, match="its output"):
-        _check_pairs([a], [torch.zeros(5)])
+        check_pairs([a], [torch.zeros(5)])
     with pytest.raises(ValueError, match="can't sum"):
-        _check_pairs([a.bool()], [b.bool()])
+        check_pairs([a.bool()], [b.bool()])
     with pytest.raises(ValueError, match="contiguous"):
         _check_layout(torch.zeros(4, 4).t())
     with pytest.raises(ValueError, match="operation number"):
-        _number(-1)
+        check_number(-1)
 
 
 def test_a_forgotten_socket_is_forgotten_by_the_fork_guard():

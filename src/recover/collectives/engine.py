@@ -25,7 +25,7 @@ from recover.collectives.contract import GATHER_LIMIT, Work
 from recover.collectives.frames import Header, Kind, Post
 from recover.collectives.loop import READ, WRITE, Loop
 from recover.collectives.operations import Operation
-from recover.collectives.staging import Staging
+from recover.collectives.staging import Stage
 from recover.collectives.streams import Stream
 from recover.collectives.wires import Wire
 from recover.collectives.work import Pending, failed
@@ -51,14 +51,14 @@ class Engine:
         self._timeouts = timeouts
         self._lock = threading.Lock()
         self._ours = self._told = False                 # the loss is our own revoke; on_loss was called
-        self._pending: dict[Operation, Staging | None] = {}
+        self._pending: dict[Operation, Stage | None] = {}
         self._claimed: set[tuple[int, int]] = set()     # (operation, peer) in use
         self._links: dict[int, Wire] = {}
         self._active: dict[tuple[int, int], Operation] = {}
         self._streams: dict[tuple[int, int], list[Stream]] = {}
 
     # -- any thread --------------------------------------------------------------------------------------------------
-    def launch(self, operation: Operation, staging: Staging | None, after: Work[Any] | None) -> Pending[Any]:
+    def launch(self, operation: Operation, staging: Stage | None, after: Work[Any] | None) -> Pending[Any]:
         """Enqueue it; ValueError if its number is in use."""
         keys = [(operation.op, peer) for peer in operation.peers or (self.me,)]
         with self._lock:
@@ -173,7 +173,7 @@ class Engine:
         else:
             self.loop.polls.append(partial(self._staged, operation, staging, self._start))
 
-    def _staged(self, operation: Operation, staging: Staging, then: Callable[[Operation], None]) -> bool:
+    def _staged(self, operation: Operation, staging: Stage, then: Callable[[Operation], None]) -> bool:
         if self.lost is not None or not staging.arrived():
             return self.lost is not None
         then(operation)
@@ -219,6 +219,11 @@ class Engine:
             start += place.nbytes
         operation.arrived(link.peer, header)
         self._moved(operation)
+
+    def moved(self, operation: Operation) -> None:
+        """(Communication thread.) Something else than bytes has taken `operation` on."""
+        if self.lost is None and not operation.over:
+            self._moved(operation)
 
     def _moved(self, operation: Operation) -> None:
         """More may be ready to go, or all is done."""

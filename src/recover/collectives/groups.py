@@ -21,6 +21,10 @@ class EngineGroup(Group):
         self._engine, self._scratch = engine, scratch
 
     @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
     def lost(self) -> PeerLost | None:
         return self._engine.lost
 
@@ -36,9 +40,9 @@ class EngineGroup(Group):
 
     def all_reduce(self, op: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor],
                    after: Work[Any] | None = None) -> Work[None]:
-        _check_pairs(inputs, outputs)
+        check_pairs(inputs, outputs)
         staging = _staging(inputs, outputs)
-        operation = AllReduce(_number(op), staging.reads if staging else inputs, staging.writes if staging else outputs,
+        operation = AllReduce(check_number(op), staging.reads if staging else inputs, staging.writes if staging else outputs,
                               self.me, self.members, self._scratch)
         return self._engine.launch(operation, staging, after)
 
@@ -58,7 +62,7 @@ class EngineGroup(Group):
         if len(payload) > GATHER_LIMIT:
             raise ValueError(f"gather takes at most {GATHER_LIMIT} bytes per member, not {len(payload)}")
         peers = [m for m in self.members if m != self.me]
-        return self._engine.launch(Gather(_number(op), bytes(payload), self.me, peers), None, after)
+        return self._engine.launch(Gather(check_number(op), bytes(payload), self.me, peers), None, after)
 
     def revoke(self) -> None:
         self._engine.fail(PeerLost("revoked by this rank"), ours=True)
@@ -81,7 +85,7 @@ class EngineGroup(Group):
         mine = self.me == source
         staging = _staging(tensors, []) if mine else _staging([], tensors)
         host = (staging.reads if mine else staging.writes) if staging else tensors
-        operation: Operation = Copy(_number(op), host, self.me, source, destinations)
+        operation: Operation = Copy(check_number(op), host, self.me, source, destinations)
         return self._engine.launch(operation, staging, None)
 
     def _member(self, member: int) -> None:
@@ -94,7 +98,7 @@ class EngineGroup(Group):
             raise ValueError("a member does not send to itself")
 
 
-def _number(op: int) -> int:
+def check_number(op: int) -> int:
     if not 0 <= op < 1 << 64:
         raise ValueError(f"operation number {op} is not in [0, 2**64)")
     return op
@@ -106,7 +110,7 @@ def _check_layout(tensor: Tensor) -> None:
                          f"on {tensor.device}")
 
 
-def _check_pairs(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def check_pairs(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs for {len(outputs)} outputs")
     for source, target in zip(inputs, outputs, strict=True):

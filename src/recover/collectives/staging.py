@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,16 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
         if device not in _streams:
             _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return _streams[device]
+
+
+class Stage(Protocol):
+    """What an engine asks of tensors that it can't read or write by itself."""
+
+    def arrived(self) -> bool: ...
+
+    def deliver(self) -> None: ...
+
+    def settle(self) -> None: ...
 
 
 class Staging:

@@ -82,6 +82,9 @@ class TcpBackend(Backend):
         self._loop.call(self._hang_up)
         if engine.lost is not None:
             raise PeerLost(engine.lost.reason, engine.lost.peer, engine.lost.unheard)
+        return self._group(engine)
+
+    def _group(self, engine: Engine) -> EngineGroup:
         return EngineGroup(engine, self._scratch)
 
     def abandon(self, newest: ViewId) -> None:
