@@ -10,13 +10,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install demo test lint types pytest long test-gpu check clean
+.PHONY: help install demo test lint types pytest long test-gpu test-ulfm check clean
 
 help:
 	@echo 'make demo    train a small GPT while three of its four replicas are killed; DEMO_ARGS="--text FILE" for other text'
 	@echo 'make test    ruff, mypy and the tests'
-	@echo 'make test-gpu  the tests that need a GPU; without one it says what is skipped'
 	@echo 'make long    the long suite: what is marked slow'
+	@echo 'make test-gpu   the tests that need a GPU; without one it says what is skipped'
+	@echo 'make test-ulfm  what needs MPI, after installing it into the environment (the demo: DEMO_ARGS="--backend ulfm")'
 	@echo 'make check   everything: make test, then make demo'
 	@echo 'make clean   remove caches and results (not the environment)'
 
@@ -46,6 +47,10 @@ pytest: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
+
+test-ulfm: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ulfm]'
+	$(BIN)/python -m pytest -k ulfm
 
 long: $(STAMP)
 	$(BIN)/python -m pytest -m slow
