@@ -63,10 +63,10 @@ def train(name: str, folder: Path, args: argparse.Namespace, console: Console, *
     command = [sys.executable, "-m", "recover.cli", "launch", "--replicas", str(replicas), "--events", str(events)]
     if plan is not None:
         command += ["--fault", str(plan)]
+    if args.backend != "tcp":                           # the launcher makes places for MPI's processes
+        command += ["--backend", args.backend]
     command += [str(HERE / "train_gpt.py"), "--reduction", "exact", "--steps", str(args.steps), "--microbatches",
                 str(MICROBATCHES), "--batch-size", str(BATCH_SIZE), "--block", str(BLOCK)]
-    if args.backend != "tcp":
-        command += ["--backend", args.backend]
     if args.text:
         command += ["--text", str(Path(args.text).resolve())]
 

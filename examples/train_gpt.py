@@ -37,7 +37,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0, help="of the data loader, per replica")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reduction", choices=("fast", "exact"), default="fast")
-    parser.add_argument("--backend", default="tcp", help="of the sums between replicas")
+    parser.add_argument("--backend", help="of the sums between replicas (default: what the launcher says, or tcp)")
     parser.add_argument("--policy", default="balanced", help="who computes what (see docs/policies.md)")
     parser.add_argument("--hash-every", type=int, default=0, metavar="N",
                         help="hash weights and optimizer state after every N steps (0: only at the end)")
