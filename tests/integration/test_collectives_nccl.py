@@ -160,6 +160,23 @@ def test_one_member_sums_alone():
         assert made.each(body) == {0: [1.0] * 3}
 
 
+def test_a_view_that_is_over_while_nccl_connects_is_given_up(monkeypatch):
+    """Negative control: without `abandon` it would wait for the first sum until its time is over."""
+    waits = threading.Event()
+
+    def connect(self, group, timeout):
+        waits.set()
+        while group.lost is None:
+            time.sleep(0.001)
+        raise group.lost
+    monkeypatch.setattr(nccl_double.DoubleBackend, "connect", connect)
+    with ranks(1, NAME, form=False, run_id=uuid.uuid4().hex) as made:
+        backend = made.backends[0]
+        threading.Thread(target=lambda: waits.wait(PATIENCE) and backend.abandon((0, 9)), daemon=True).start()
+        with pytest.raises(PeerLost, match="is over"):
+            backend.form(made.view(), 0, 0, PATIENCE)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(ValueError, match="needs a GPU"):

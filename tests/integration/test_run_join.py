@@ -40,6 +40,14 @@ def until_step(made, step, replica=0):
     made.until(lambda: any(said["step"] >= step for said in made.said(replica, "step")), f"step {step}")
 
 
+def joined(made, step, replica=2):
+    """The result of a run that `replica` joins after `step`."""
+    until_step(made, step)
+    made.start_rank(replica)
+    made.wait()
+    return made.collect()
+
+
 def contributed(result, replica):
     return sum(receipt["who"].count(replica) for receipt in result.survivors[0].receipts.values())
 
@@ -64,10 +72,7 @@ def same(result, reference, survivors, **settings):
 @pytest.mark.parametrize("step", [0, 1, pytest.param(2, marks=SLOWLY), pytest.param(7, marks=SLOWLY)])
 def test_a_third_replica_joins(tmp_path, reference, step):
     with started(tmp_path) as made:
-        until_step(made, step)
-        made.start_rank(2)
-        made.wait()
-        result = made.collect()
+        result = joined(made, step)
     same(result, reference, [0, 1, 2])
     assert contributed(result, 2) > 0
     assert result.lost() == []
@@ -79,10 +84,7 @@ def test_a_third_replica_joins(tmp_path, reference, step):
     pytest.param(dict(dtype="bfloat16"), marks=SLOWLY), dict(unused=12), pytest.param(dict(hash_every=0), marks=SLOWLY)], ids=str)
 def test_other_scripts(tmp_path, reference, settings):
     with started(tmp_path, settings=settings) as made:
-        until_step(made, 3)
-        made.start_rank(2)
-        made.wait()
-        result = made.collect()
+        result = joined(made, 3)
     same(result, reference, [0, 1, 2], **settings)
     assert contributed(result, 2) > 0
 
@@ -90,10 +92,7 @@ def test_other_scripts(tmp_path, reference, settings):
 def test_fast(tmp_path):
     """Equal on all replicas, though not to another run's."""
     with started(tmp_path, settings={"reduction": "fast"}) as made:
-        until_step(made, 3)
-        made.start_rank(2)
-        made.wait()
-        result = made.collect()
+        result = joined(made, 3)
     assert [rank.replica for rank in result.survivors] == [0, 1, 2], result.show()
     assert result.hash
     assert audit(result.directory / "events").ok
@@ -141,10 +140,7 @@ def test_a_joiner_dies_fetching_and_another_gets_in(tmp_path, reference):
 
 def test_a_giver_dies_and_the_other_goes_on_from_there(tmp_path, reference):
     with started(tmp_path, joiner=SLOW, per_replica={0: {"settings": {"dies": "giving"}}}) as made:
-        until_step(made, 2)
-        made.start_rank(2)
-        made.wait()
-        result = made.collect()
+        result = joined(made, 2)
     same(result, reference, [1, 2])
     assert result.ranks[0].code == -signal.SIGKILL
     assert "starts anew" not in result.ranks[2].output
@@ -154,10 +150,7 @@ def test_a_giver_dies_and_the_other_goes_on_from_there(tmp_path, reference):
 def test_a_giver_that_fails_at_a_question_holds_up_nobody(tmp_path, reference):
     """It lives, and trains on: no change of view tells the joiner."""
     with started(tmp_path, joiner={"piece": 4096}, per_replica={0: {"settings": {"fails": "PIECE"}}}) as made:
-        until_step(made, 2)
-        made.start_rank(2)
-        made.wait()
-        result = made.collect()
+        result = joined(made, 2)
     same(result, reference, [0, 1, 2])                  # the other one gave it all
     assert contributed(result, 2) > 0
     assert "as planned" in result.ranks[0].output
@@ -165,10 +158,7 @@ def test_a_giver_that_fails_at_a_question_holds_up_nobody(tmp_path, reference):
 
 def test_a_joiner_that_is_not_welcomed_goes(tmp_path, reference):
     with started(tmp_path, per_replica={0: {"settings": {"fails": "WELCOME"}}}) as made:
-        until_step(made, 2)
-        made.start_rank(2)
-        made.wait()
-        result = made.collect()
+        result = joined(made, 2)
     same(result, reference, [0, 1])
     assert result.ranks[2].code == 1
     assert "as planned" in result.ranks[2].end["message"], result.show()
@@ -176,10 +166,7 @@ def test_a_joiner_that_is_not_welcomed_goes(tmp_path, reference):
 
 def test_the_last_giver_dies_and_the_joiner_says_that_it_is_over(tmp_path):
     with started(tmp_path, 1, joiner=SLOW, per_replica={0: {"settings": {"dies": "giving"}}}) as made:
-        until_step(made, 2)
-        made.start_rank(1)
-        made.wait()
-        result = made.collect()
+        result = joined(made, 2, 1)
     assert result.ranks[0].code == -signal.SIGKILL
     assert result.ranks[1].code == 1
     assert "no member that holds the parameters is left" in result.ranks[1].end["message"], result.show()
@@ -189,10 +176,7 @@ def test_the_last_giver_dies_and_the_joiner_says_that_it_is_over(tmp_path):
     pytest.param(place, marks=SLOWLY) for place in ("complete", "fence", "optimizer", "between"))])
 def test_a_survivor_dies_while_another_catches_up(tmp_path, reference, place):
     with started(tmp_path, joiner=SLOW, plan=[fault(1, 9, place)], settings={"linger": 0.03}) as made:
-        until_step(made, 3)
-        made.start_rank(2)
-        made.wait()
-        result = made.collect()
+        result = joined(made, 3)
     same(result, reference, [0, 2])
     assert level_at(result, 2)[0] > 9
     assert min(line.view for line in result.ranks[2].events("recover.view.new")) == (0, 2)   # it was in before that death
@@ -200,10 +184,7 @@ def test_a_survivor_dies_while_another_catches_up(tmp_path, reference, place):
 
 def test_a_joiner_that_falls_behind_jumps(tmp_path, reference):
     with started(tmp_path, joiner={"kept": 1, "lag": 1.0}) as made:
-        until_step(made, 2)
-        made.start_rank(2)
-        made.wait()
-        result = made.collect()
+        result = joined(made, 2)
     same(result, reference, [0, 1, 2])
     assert "starts anew" in result.ranks[2].output
     steps = [said["step"] for said in result.ranks[2].all("step")]
@@ -214,10 +195,7 @@ def test_a_joiner_that_falls_behind_jumps(tmp_path, reference):
 @pytest.mark.parametrize("wrong", ["copy", "skip"])
 def test_a_joiner_in_another_state_is_found_before_it_contributes(tmp_path, reference, wrong):
     with started(tmp_path, joiner={"wrong": wrong}) as made:
-        until_step(made, 2)
-        made.start_rank(2)
-        made.wait()
-        result = made.collect()
+        result = joined(made, 2)
     same(result, reference, [0, 1])
     assert result.ranks[2].code == 1
     assert "Diverged" in result.ranks[2].end["message"], result.show()
@@ -228,10 +206,7 @@ def test_a_joiner_in_another_state_is_found_before_it_contributes(tmp_path, refe
                          [({"steps": 25}, "25 steps"), ({"width": 24}, "(32, 24)"), ({"seed": 5}, "seed differs")])
 def test_a_joiner_with_another_script_is_refused(tmp_path, reference, setting, says):
     with started(tmp_path, joiner=setting) as made:
-        until_step(made, 2)
-        made.start_rank(2)
-        made.wait()
-        result = made.collect()
+        result = joined(made, 2)
     same(result, reference, [0, 1])
     assert result.ranks[2].code == 1
     assert says in result.ranks[2].output, result.show()

@@ -15,7 +15,7 @@ Theory of operation
   is not asked, and its timeout is longer than any of ours.
 * Kernels run on a stream of their own, behind what the launching stream held at the launch (the gradients), so they overlap
   with what is computed meanwhile. The communication thread asks an event now and then whether they are done, and never waits.
-* A view's communicator is made in `form`, by a first sum, under its time limit, while `abandon` aborts it.
+* A view's communicator is made in `form`, by a first sum, under its time limit; `abandon` ends that, too.
 
 Sums have the same bits on all members, but the order of additions is NCCL's: `exact` does not depend on it, `fast` is then
 repeatable only as far as NCCL is. Half types are summed by NCCL as it does, not in float32.
@@ -191,6 +191,7 @@ class NcclBackend(TcpBackend):
         super().__init__(run_id=run_id, token=token, timeouts=timeouts, host=host, toward=toward)
         self.facts = {"nccl": self._version}
         self._communicator: Communicator | None = None
+        self._connecting = False                        # sockets have formed the view, NCCL has not yet
 
     @staticmethod
     def version() -> str:
@@ -204,21 +205,27 @@ class NcclBackend(TcpBackend):
             self._engine.fail(PeerLost("closed by this rank: it forms a newer view"), ours=True)
             self._engine.released.wait(self._timeouts.drain)
         self._end()
-        group = super().form(view, position, me, timeout)
+        self._connecting = True
+        try:
+            return self._connected(super().form(view, position, me, timeout), until)
+        finally:
+            self._connecting = False
+
+    def _connected(self, group: Group, until: float) -> NcclGroup:
         assert isinstance(group, NcclGroup)
         try:
             self._communicator = self.connect(group, max(0.0, until - time.monotonic()))
         except (RuntimeError, TimeoutError) as error:           # of torch, or of the first sum
             group.close()
-            raise PeerLost(f"NCCL could not connect the members of view {view.id}: {error}") from None
+            raise PeerLost(f"NCCL could not connect the members of view {group.view}: {error}") from None
         group.turns = Turns(group.engine, self._communicator)
         return group
 
     def abandon(self, newest: ViewId) -> None:
         super().abandon(newest)
-        communicator, engine = self._communicator, self._engine
-        if communicator is not None and engine is not None and engine.view < newest and engine.lost is not None:
-            communicator.abort()
+        engine = self._engine
+        if self._connecting and engine is not None and engine.view < newest:
+            engine.fail(PeerLost(f"view {engine.view} is over: there is {newest}"), ours=True)
 
     def close(self) -> None:
         super().close()

@@ -151,8 +151,6 @@ class Giver:
                 n += 1
         except PeerLost as end:
             log.debug("no more questions of joiner %d: %s", joiner, end)
-        except Exception:                               # the edge of a thread: training goes on without it
-            log.exception("serving joiner %d failed", joiner)
 
     def _tried(self, group: Group, joiner: int, question: list[int]) -> tuple[Answer, Tensor]:
         """Like `_answer`; whatever fails here is said to the joiner. It would wait for the answer, and all others for it."""
@@ -208,18 +206,18 @@ class Giver:
         """Memory for a copy, touched bit by bit, half of the time: training wants the processor and the memory, too."""
         hands = self._hands()
         assert hands is not None
+        room = torch.empty(0, dtype=torch.uint8)        # too small: the copy makes its own
         try:
-            size = hands.size()
-        except RuntimeError as changed:                 # the training thread goes on meanwhile: a dict may grow while we look
-            log.debug("it can't be told how large a copy will be: %s", changed)
-            size = 0
-        room = torch.empty(size, dtype=torch.uint8)
-        for start in range(0, size, TOUCH):
-            since = time.monotonic()
-            room[start:start + TOUCH].zero_()
-            time.sleep(time.monotonic() - since)
-        with self._news:
-            self._room, self._making = room, False
+            room = torch.empty(hands.size(), dtype=torch.uint8)
+            for start in range(0, room.numel(), TOUCH):
+                since = time.monotonic()
+                room[start:start + TOUCH].zero_()
+                time.sleep(time.monotonic() - since)
+        except RuntimeError as trouble:                 # no memory, or the training thread changed a dict while we looked
+            log.warning("no room is made ready for a joiner's copy: %s", trouble)
+        finally:
+            with self._news:
+                self._room, self._making = room, False
 
     def _tidy(self) -> None:
         """(Locked.) Copies that nobody wants any more."""
